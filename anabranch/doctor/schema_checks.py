@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +22,7 @@ from ingest.errors import (
 )
 from ingest.events.schema import Schema
 from ingest.events.tokenizer import TokenizerEncoder
+from ingest.formats.avro_records.aliases import aliases_in
 from ingest.formats.registry import FORMATS, make_decoder
 from ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
 
@@ -126,7 +128,7 @@ def _compare(newest: WriterSchema, stream: StreamSettings, events: SchemaSetting
 
 def _unfit(newest: WriterSchema, schema: Schema) -> str | None:
     try:
-        make_decoder(newest, schema)
+        make_decoder(replace(newest, aliases=aliases_in(newest)), schema)
     except UnfitSchemaError as exc:
         return str(exc)
     return None

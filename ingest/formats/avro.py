@@ -5,7 +5,8 @@ one after the other.
 """
 
 from ingest.events.schema import Schema
-from ingest.formats.avro_records.fields import read_fields
+from ingest.formats.avro_records.aliases import renamed
+from ingest.formats.avro_records.fields import names_of, read_fields
 from ingest.formats.avro_records.rows import AvroRowsDecoder
 from ingest.formats.avro_records.schema import parse_avro
 from ingest.formats.base import RecordDecoder
@@ -18,7 +19,8 @@ def make_decoder(writer: WriterSchema, schema: Schema) -> RecordDecoder:
     Raises:
         UnfitSchemaError: no record of the writer schema fits `[schema]`.
     """
-    reading = read_fields(schema, parse_avro(writer))
+    record = renamed(parse_avro(writer), writer.aliases, names_of(schema))
+    reading = read_fields(schema, record)
     try:
         # Imported here since they are of the extra `fast`.
         from ingest.formats.avro_records.columns import AvroColumnsDecoder, suits_columns

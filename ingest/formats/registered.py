@@ -5,6 +5,7 @@ Messages are grouped by their writer schema, and each group is decoded by the de
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import repeat
 from operator import methodcaller
 from typing import NamedTuple
@@ -13,6 +14,8 @@ import numpy as np
 
 from anabranch.core.failures import panics_are_errors
 from ingest.events.schema import Schema
+from ingest.formats.avro_records.aliases import aliases_in, fields_in
+from ingest.formats.avro_records.fields import names_of
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, RecordDecoder, Reject, joined, nothing
 from ingest.schema_registry.cache import SchemaId, WriterSchemas
 from ingest.schema_registry.message_ids import FIRST_MESSAGE, HEADER, SchemaIdError, locate
@@ -59,6 +62,9 @@ class RegisteredFormat:
         self._kind = kind
         self._schemas = schemas
         self._make_decoder = make_decoder
+        self._reads_aliases = kind == "avro" and is_of_subject and schemas.settings.subject is not None
+        self._lacking = SizedCache[WriterSchema, bool](_MOST_DECODER_BYTES)
+        """Whether records of a writer schema lack a field that `[schema]` has."""
         self._decoders = SizedCache[tuple[WriterSchema, tuple[int, ...]], RecordDecoder | str](_MOST_DECODER_BYTES)
 
     def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:
@@ -72,6 +78,8 @@ class RegisteredFormat:
         parts, deferred = [], list[int]()
         for (schema_id, indexes), group in groups.items():
             schema = schemas[schema_id]
+            if isinstance(schema, WriterSchema) and self._reads_aliases:
+                schema = self._with_aliases(schema)
             if schema is None:
                 deferred += group.messages
                 continue
@@ -144,6 +152,22 @@ class RegisteredFormat:
         without_id = kept.get((None, FIRST_MESSAGE), _Group([], []))
         messages = sorted([*without_id.messages, *lost])
         return kept | {(None, FIRST_MESSAGE): _Group(messages, [values[message] for message in messages])}
+
+    def _with_aliases(self, writer: WriterSchema) -> WriterSchema | None:
+        """Return a schema with the aliases of the subject's newest one, if its records lack a field of `[schema]`.
+
+        Returns None while the registry is away: without the aliases, a default would take the place of a value.
+        """
+        lacks = self._lacking.get(writer)
+        if lacks is None:
+            lacks = not set(names_of(self._schema)) <= {field["name"] for field in fields_in(writer)}
+            self._lacking.put(writer, lacks, writer.size + _DECODER_BYTES)
+        if not lacks:
+            return writer
+        newest = self._schemas.find([None])[None]
+        if isinstance(newest, WriterSchema):
+            return replace(writer, aliases=aliases_in(newest))
+        return None if self._schemas.has_subject else writer
 
     def _decoder(self, writer: WriterSchema, indexes: tuple[int, ...]) -> RecordDecoder | str:
         """Return the decoder of a writer schema, or why its messages cannot be used."""

@@ -111,6 +111,8 @@ class WriterSchemas:
         self._retry_at = 0.0
         self.problem: str | None = None
         """Why the registry does not answer, since the last request."""
+        self.has_subject = True
+        """Whether the registry has the subject, as far as it was asked; with `fallback`, it is waited for."""
         self.answers = 0
         """Grows when schemas that were awaited have arrived."""
 
@@ -211,7 +213,16 @@ class WriterSchemas:
             self._closing.wait(self._unsure[schema_id][1] + _AGAIN_SECONDS - time.monotonic())
         schema: WriterSchema | str
         if schema_id is None:
-            schema = self._newest()
+            try:
+                schema = self._newest()
+            except MissingSchemaError as exc:
+                self.has_subject = False
+                if self.settings.fallback:  # then there is none to read messages with
+                    raise RegistryError(f"{exc}: check stream.registry.subject") from exc
+                with self._lock:
+                    del self._awaited[schema_id]
+                return True
+            self.has_subject = True
         else:
             try:
                 schema = self._client.schema(schema_id)
@@ -254,11 +265,11 @@ class WriterSchemas:
         return not again or (may_lag and now < first + _LAGGING_SECONDS)
 
     def _newest(self) -> WriterSchema:
-        """Return the newest schema of the subject; without one there is none to read any message with."""
+        """Return the newest schema of the subject; raises MissingSchemaError where the registry has no such subject."""
         assert self.settings.subject is not None
         try:
             schema = self._client.newest(self.settings.subject)
-        except (MissingSchemaError, OversizedSchemaError) as exc:
+        except OversizedSchemaError as exc:
             raise RegistryError(f"{exc}: check stream.registry.subject") from exc
         self._newest_until = self._clock() + _NEWEST_SECONDS
         return schema

@@ -27,12 +27,14 @@ class WriterSchema:
         kind: the language that it is written in.
         text: the schema.
         references: what it refers to, in an order in which each only needs those before it.
+        aliases: other names of fields in the subject's newest schema, each with the field's name there; in Avro only.
     """
 
     id: int | str
     kind: SchemaKind
     text: str
     references: tuple[Reference, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
 
     @property
     def size(self) -> int:

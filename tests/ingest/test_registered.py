@@ -184,7 +184,57 @@ def test_versions_may_be_mixed_and_the_order_is_that_of_the_messages(registry, m
     assert decoded.message.tolist() == list(range(24))
     assert decoded.columns["feature.amount"].tolist() == list(range(24))
     assert decoded.unknown_fields == 4
-    assert len(registry.requests) == 6 + 6, "a schema is fetched once by its number, and once by its GUID"
+    requests = [path for path in registry.paths() if "latest" not in path]
+    assert len(requests) == 6 + 6, "a schema is fetched once by its number, and once by its GUID"
+
+
+class TestRenamedFields:
+    """The subject's newest schema has aliases, by which its fields were named before."""
+
+    def messages(self, registry: Registry, **aliases: str) -> list[bytes]:
+        """Return a message of the fields' old names, and one of the newest schema, which has the aliases."""
+        old = {aliases.get(name, name): kind for name, kind in TYPES.items()}
+        values: list[bytes] = []
+        for types, amount in ((old, 100.0), (TYPES, 200.0)):
+            text = record(types)
+            for field in text["fields"] if types is TYPES else ():
+                if field["name"] in aliases:
+                    field["aliases"] = ["unused", aliases[field["name"]]]
+            number = registry.register(SUBJECT, text)
+            event = {aliases.get(k, k) if types is old else k: v for k, v in (EVENT | {"amount": amount}).items()}
+            content = io.BytesIO()
+            fastavro.schemaless_writer(content, fastavro.parse_schema(text), event)
+            values.append(number.to_bytes(5) + content.getvalue())
+        return values
+
+    def test_are_read_from_old_messages_and_no_default_takes_their_place(self, registry, make, decoder):
+        decoded = make().decode(self.messages(registry, amount="amt", count="n", fraud="is_fraud"))
+        assert list(decoded.rejects) == []
+        assert [read(decoded, row) for row in range(2)] == [READ | {"amount": 100.0}, READ | {"amount": 200.0}]
+
+    def test_are_read_from_new_messages_where_the_schema_has_the_old_name(self, registry, make, decoder):
+        settings = {
+            "features": {"amt": {"dtype": "float64", "default": 7.0}},
+            "label": {"name": "fraud", "classes": 2},
+        }
+        schema = Schema(SchemaSettings.model_validate(settings))
+        decoded = make(schema).decode(self.messages(registry, amount="amt"))
+        assert list(decoded.rejects) == []
+        assert decoded.columns["feature.amt"].tolist() == [100.0, 200.0]
+
+    def test_wait_for_the_newest_schema_while_the_registry_is_away(self, registry, make, decoder, monkeypatch):
+        old, new = self.messages(registry, count="n")
+        answer = registry.answer
+        monkeypatch.setattr(registry, "answer", lambda path: (500, {}) if "latest" in path else answer(path))
+        assert make().decode([new, old]).deferred == [1]
+
+    def test_are_not_asked_for_where_the_registry_has_no_such_subject(self, registry, make, decoder):
+        old, new = self.messages(registry, count="n")
+        form = make(subject="other")
+        for _ in range(2):
+            decoded = form.decode([old, new])
+            assert decoded.columns["feature.count"].tolist() == [7, 3]
+        assert sum("latest" in path for path in registry.paths()) <= 2
 
 
 class TestBadMessages:
@@ -231,7 +281,7 @@ class TestBadMessages:
             ({"history": "float"}, "history is of Avro type float, not float32 of shape [3]"),
             ({"history": {"type": "array", "items": FLOATS}}, "history is of Avro type array of array of float"),
             ({"country": "int"}, "country is of Avro type int, not string"),
-            ({"amount": {"type": "map", "values": "double"}}, "amount is of Avro type map, not float64"),
+            ({"amount": {"type": "map", "values": "double"}}, "amount is of Avro type map of double, not float64"),
             (
                 {"amount": {"type": "record", "name": "Money", "fields": [{"name": "units", "type": "double"}]}},
                 "amount is of Avro type record Money, not float64",

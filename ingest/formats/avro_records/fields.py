@@ -103,6 +103,11 @@ def read_fields(schema: Schema, record: AvroType) -> AvroReading:
     return AvroReading(schema, record, tuple(read))
 
 
+def names_of(schema: Schema) -> list[str]:
+    """Return the names of the fields that the pipeline reads."""
+    return [field.name for field in _declared(schema)]
+
+
 def _units(time: AvroType) -> set[str | float]:
     """Return how many of its units a second has, for each kind of number in a type of times; dates have no such."""
     numbers = [kind.logical for kind in time.branches() if kind.kind in _NUMBERS or kind.logical == "decimal"]

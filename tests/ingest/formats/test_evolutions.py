@@ -109,6 +109,12 @@ class MockClient:
     def schema(self, schema_id: int | str) -> WriterSchema:
         by_number = isinstance(schema_id, int)
         found = (self._registry.get_schema if by_number else self._registry.get_schema_by_guid)(schema_id)
+        return self._writer_schema(schema_id, found)
+
+    def newest(self, subject: str) -> WriterSchema:
+        return self._writer_schema(subject, self._registry.get_latest_version(subject).schema)
+
+    def _writer_schema(self, schema_id: int | str, found: Any) -> WriterSchema:
         kinds: dict[str, SchemaKind] = {"AVRO": "avro", "PROTOBUF": "protobuf", "JSON": "json-schema"}
         return WriterSchema(schema_id, kinds[found.schema_type], found.schema_str, tuple(self._references(found)))
 

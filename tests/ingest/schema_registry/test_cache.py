@@ -28,8 +28,9 @@ class Clock:
 
 
 @contextmanager
-def schemas_of(registry: Registry, clock: Callable[[], float]) -> Iterator[WriterSchemas]:
-    settings = RegistrySettings(url=registry.url, subject="payments-value", timeout=timedelta(seconds=PATIENCE_SECONDS))
+def schemas_of(registry: Registry, clock: Callable[[], float], *, fallback: bool = False) -> Iterator[WriterSchemas]:
+    patience = timedelta(seconds=PATIENCE_SECONDS)
+    settings = RegistrySettings(url=registry.url, subject="payments-value", timeout=patience, fallback=fallback)
     backoff = Backoff(timedelta(seconds=10), timedelta(seconds=10))
     schemas = WriterSchemas(settings, RegistryClient(settings), backoff=backoff, clock=clock)
     try:
@@ -224,8 +225,11 @@ class TestTheNewestOfTheSubject:
             fetched(schemas)
             assert text_of(schemas.find([None])[None]) == "two"
 
-    def test_of_a_subject_that_does_not_exist_is_no_fault_of_messages(self, registry):
+    def test_of_a_subject_that_does_not_exist_is_waited_for_with_a_fallback_alone(self, registry):
         with schemas_of(registry, Clock()) as schemas:
+            assert schemas.find([None]) == {None: None}
+            assert (schemas.problem, schemas.has_subject) == (None, False)
+        with schemas_of(registry, Clock(), fallback=True) as schemas:
             assert schemas.find([None]) == {None: None}
             sentence = "has no subjects/payments-value/versions/latest: check stream.registry.subject"
             assert sentence in str(schemas.problem)
@@ -296,6 +300,7 @@ def test_a_bug_in_reading_one_answer_keeps_no_other_schema_back(registry, monkey
             "a bug in reading the schema 7 of the registry: ZeroDivisionError: integer division or modulo by zero"
         )
         schemas.find([good])
+        schemas._thread.wait()
         schemas._retry_at = 0.0
         fetched(schemas)
         assert text_of(schemas.find([good])[good]) == "one"
