@@ -105,6 +105,9 @@ FINDINGS: dict[str, FindingType] = {
     "broker.protocol": FindingType(
         "problem", "Fix security.protocol and the rest of [stream.properties], or the port.", unreachable=True
     ),
+    "broker.advertised": FindingType(
+        "problem", "Fix advertised.listeners of the broker, or the name service of this host.", unreachable=True
+    ),
     "broker.unseen": FindingType(
         "warning", "Nothing, if the pipeline itself reads; doctor and produce take what kafka-python can do."
     ),

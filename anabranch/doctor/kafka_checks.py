@@ -24,6 +24,7 @@ from ingest.formats import json_text
 from ingest.formats.other_formats import other_format
 from ingest.formats.registry import FORMATS
 from ingest.kafka.client import Messages
+from ingest.kafka.diagnostics import ADVERTISED
 from ingest.kafka.topic_inspector import Inspector, Topic
 from ingest.schema_registry.cache import writer_schemas
 from ingest.worker.block_builder import BlockBuilder, Incoming
@@ -57,7 +58,7 @@ def check_broker(context: CheckContext) -> Iterator[Finding]:
     except CodecError as exc:
         yield found("message.codec", f"The newest message cannot be read: {exc}.")
     except BrokerError as exc:
-        yield found("broker.protocol", f"{exc}.")
+        yield found("broker.advertised" if ADVERTISED in str(exc) else "broker.protocol", f"{exc}.")
     except SettingsError as exc:
         yield found("broker.unseen", f"The topics were not checked: {exc}.")
 

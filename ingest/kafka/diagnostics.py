@@ -2,11 +2,16 @@
 
 import logging
 import socket
+from collections.abc import Iterable
 
 from ingest.errors import CredentialsError, GapError, RecreatedError
 
 log = logging.getLogger(__name__)
 
+ADVERTISED = "(advertised.listeners)"
+"""What the sentence of an address that cannot be reached has in it."""
+_MOST_TRIED = 3
+"""Addresses of a cluster that are tried after an error; each may take two seconds."""
 BAD_HEADER = "header: the name of a header is not UTF-8"
 
 
@@ -28,6 +33,25 @@ def unreachable(servers: str) -> str | None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError as exc:
             return f"no Kafka broker can be reached at {server.strip()}: {exc.strerror or exc}"
+    return None
+
+
+def unreachable_advertised(servers: str, advertised: Iterable[tuple[str, int]]) -> str | None:
+    """Return which address that a broker gives as its own accepts no connection, and why; None when all do.
+
+    Clients use `servers` to ask for these addresses alone. None also where those do not answer.
+    """
+    if unreachable(servers) is not None:
+        return None
+    for host, port in sorted(set(advertised))[:_MOST_TRIED]:
+        try:
+            socket.create_connection((host, port), timeout=2).close()
+        except (OSError, UnicodeError) as exc:
+            return (
+                f"the Kafka broker at {servers} gives {host}:{port} as its address (advertised.listeners), and no "
+                f"connection can be made to that: {getattr(exc, 'strerror', None) or exc}; have it advertise an "
+                "address that this host can reach, or make the name known here"
+            )
     return None
 
 

@@ -13,7 +13,7 @@ from kafka import errors as kafka_errors
 from anabranch.core.errors import AnabranchError, SettingsError
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
-from ingest.kafka.kafka_python.connection import PATIENCE, connect
+from ingest.kafka.kafka_python.connection import PATIENCE, connect, reason
 
 _WAITING_BYTES = 32_000_000
 _UNKNOWN_TOPIC = kafka_errors.UnknownTopicOrPartitionError.errno
@@ -177,7 +177,8 @@ def partition_counts(settings: StreamSettings, topics: Iterable[str], patience: 
         try:
             found = admin.describe_topics(list(topics))
         except kafka_errors.KafkaError as exc:
-            raise BrokerError(f"cannot look up topics at {settings.bootstrap_servers}: {_brief(exc)}") from exc
+            why = reason(exc, admin, settings)
+            raise BrokerError(f"cannot look up topics at {settings.bootstrap_servers}: {why}") from exc
     return {topic["name"]: len(topic["partitions"]) for topic in found if topic["error_code"] != _UNKNOWN_TOPIC}
 
 
@@ -198,7 +199,7 @@ def create_topics(settings: StreamSettings, partitions: Mapping[str, int]) -> li
                 admin.create_topics(missing)
             admin.wait_for_topics(list(missing))
         except kafka_errors.KafkaError as exc:
-            raise BrokerError(f"cannot create {', '.join(missing)}: {_brief(exc)}") from exc
+            raise BrokerError(f"cannot create {', '.join(missing)}: {reason(exc, admin, settings)}") from exc
     return list(missing)
 
 
@@ -208,7 +209,7 @@ def delete_topics(settings: StreamSettings, topics: Iterable[str]) -> None:
         try:
             admin.delete_topics(list(topics))
         except kafka_errors.KafkaError as exc:
-            raise BrokerError(f"cannot delete {', '.join(topics)}: {_brief(exc)}") from exc
+            raise BrokerError(f"cannot delete {', '.join(topics)}: {reason(exc, admin, settings)}") from exc
 
 
 def _brief(error: BaseException) -> str:

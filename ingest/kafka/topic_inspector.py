@@ -16,7 +16,7 @@ from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Messages
-from ingest.kafka.kafka_python.connection import connect, undecodable
+from ingest.kafka.kafka_python.connection import connect, reason, undecodable
 
 _DENIED = kafka_errors.TopicAuthorizationFailedError.errno
 _STEPS_BACK = (1, 100, 10_000)
@@ -64,12 +64,13 @@ class Inspector:
             rights = found["authorized_operations"]
             return Topic(len(found["partitions"]), None if rights is None else frozenset(rights), self._retention(name))
         except kafka_errors.KafkaError as exc:
-            raise BrokerError(f'cannot look up the topic "{name}": {exc or type(exc).__name__}') from exc
+            why = reason(exc, self._admin, self._settings)
+            raise BrokerError(f'cannot look up the topic "{name}": {why}') from exc
 
     def newest(self, name: str, partitions: int) -> Messages | None:
         """Return the newest message of a topic, alone; None when no partition has any. Raises BrokerError."""
         self._connect_consumer()
-        with _errors_of(name):
+        with self._errors_of(name):
             records = self._last_of_each([KafkaPartition(name, number) for number in range(partitions)])
         if not records:
             return None
@@ -78,11 +79,22 @@ class Inspector:
     def tail(self, name: str, partitions: int, limit: int) -> list[Messages]:
         """Return about the `limit` newest messages of a topic, those of each partition together. Raises BrokerError."""
         self._connect_consumer()
-        with _errors_of(name):
+        with self._errors_of(name):
             parts = [KafkaPartition(name, number) for number in range(partitions)]
             begins, ends = self._consumer.beginning_offsets(parts), self._consumer.end_offsets(parts)
             starts = {tp: max(begins[tp], ends[tp] - -(-limit // partitions)) for tp in parts if ends[tp] > begins[tp]}
             return [_messages(name, records) for records in self._read(starts, ends).values()]
+
+    @contextlib.contextmanager
+    def _errors_of(self, name: str) -> Iterator[None]:
+        """Translate the errors of reading a topic."""
+        try:
+            yield
+        except kafka_errors.UnsupportedCodecError as exc:
+            raise undecodable(exc) from exc
+        except kafka_errors.KafkaError as exc:
+            why = reason(exc, self._consumer, self._settings)
+            raise BrokerError(f'cannot read the topic "{name}": {why}') from exc
 
     def _connect_consumer(self) -> None:
         if not hasattr(self, "_consumer"):
@@ -134,17 +146,6 @@ class Inspector:
         except (kafka_errors.KafkaError, KeyError, TypeError, ValueError):  # without the right to ask, for one
             return None
         return None if milliseconds < 0 else timedelta(milliseconds=milliseconds)
-
-
-@contextlib.contextmanager
-def _errors_of(name: str) -> Iterator[None]:
-    """Translate the errors of reading a topic."""
-    try:
-        yield
-    except kafka_errors.UnsupportedCodecError as exc:
-        raise undecodable(exc) from exc
-    except kafka_errors.KafkaError as exc:
-        raise BrokerError(f'cannot read the topic "{name}": {exc or type(exc).__name__}') from exc
 
 
 def _messages(name: str, records: Sequence[Any]) -> Messages:

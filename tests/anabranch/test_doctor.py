@@ -35,6 +35,7 @@ import pytest
 import torch
 from confluent_kafka import Producer
 from kafka import KafkaAdminClient
+from kafka.errors import KafkaConnectionError
 
 import anabranch.doctor.state_dir_checks
 from anabranch.cli import app as cli
@@ -53,6 +54,8 @@ from anabranch.doctor.probe import _share, run_probe
 from anabranch.doctor.runner import CHECKS, examine, exit_code, summary
 from anabranch.runtime.lifecycle import Exit
 from ingest.events.schema import Schema
+from ingest.kafka.kafka_python.connection import translated
+from ingest.kafka.topic_inspector import Inspector
 from learner.config import DeviceSharingSettings
 from learner.device_sharing import cuda_limits
 from learner.model import device as learner_device
@@ -873,6 +876,22 @@ class TestReachingTheBroker:
         setting("stream.bootstrap_servers", f"127.0.0.1:{server(lambda connection: connection.sendall(b'hello'))}")
         (finding,) = diagnose("broker")
         assert "does not answer as a Kafka broker" in finding.message
+
+    @pytest.mark.slow
+    @pytest.mark.finds("broker.advertised")
+    def test_an_address_that_only_the_broker_knows(self, diagnose, setting, kafka, monkeypatch):
+        setting("stream.bootstrap_servers", kafka.bootstrap)
+
+        def topic(inspector, name):
+            brokers = [SimpleNamespace(host="kafka-internal.invalid", port=9092)]
+            client = SimpleNamespace(_manager=SimpleNamespace(cluster=SimpleNamespace(brokers=lambda: brokers)))
+            with translated(f"cannot look up {name}", client, inspector._settings):
+                raise KafkaConnectionError("DNS Resolution failure")
+
+        monkeypatch.setattr(Inspector, "topic", topic)
+        finding = only(diagnose("broker"), "broker.advertised")
+        assert "gives kafka-internal.invalid:9092 as its address (advertised.listeners)" in finding.message
+        assert "advertised.listeners" in finding.fix
 
     @pytest.mark.slow
     @pytest.mark.finds("check.slow")

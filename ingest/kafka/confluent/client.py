@@ -16,7 +16,7 @@ from ingest.config import StreamSettings
 from ingest.errors import BrokerError, RecreatedError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Lag, Messages
-from ingest.kafka.confluent.connection import brief, make, raise_if_fatal, reach
+from ingest.kafka.confluent.connection import brief, make, raise_if_fatal, reach, reason
 from ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
 from ingest.kafka.confluent.metadata import TopicMetadata
 from ingest.kafka.confluent.records import REMOVED, UNREADABLE, batch_end, headers_of
@@ -102,7 +102,7 @@ class ConfluentClient:
             found = self._metadata.offsets(partitions, OffsetSpec.for_timestamp(int(moment.timestamp() * 1000)))
             ends = self._metadata.offsets(partitions, OffsetSpec.latest())
         except KafkaException as exc:
-            raise BrokerError(f"cannot look up offsets: {brief(exc)}") from exc
+            raise BrokerError(f"cannot look up offsets: {reason(exc, self._consumer, self._settings)}") from exc
         return {partition: ends[partition] if offset < 0 else offset for partition, offset in found.items()}
 
     def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
@@ -110,7 +110,9 @@ class ConfluentClient:
         try:
             return self._metadata.offsets(partitions, OffsetSpec.latest(), "read_uncommitted")
         except KafkaException as exc:
-            raise BrokerError(f"cannot look up the ends of partitions: {brief(exc)}") from exc
+            raise BrokerError(
+                f"cannot look up the ends of partitions: {reason(exc, self._consumer, self._settings)}"
+            ) from exc
 
     def assign(self, positions: Mapping[TopicPartition, int], paused: Collection[TopicPartition] = ()) -> None:
         """Read exactly these partitions from these offsets on; of those that are `paused`, only the lag."""
@@ -128,7 +130,7 @@ class ConfluentClient:
         try:
             polled = self._consumer.consume(limit, timeout.total_seconds())
         except KafkaException as exc:
-            raise BrokerError(f"cannot read the topics: {brief(exc)}") from exc
+            raise BrokerError(f"cannot read the topics: {reason(exc, self._consumer, self._settings)}") from exc
         self._errors.clear()
         try:
             return self._taken(polled, limit)

@@ -10,9 +10,16 @@ from confluent_kafka import Consumer, KafkaError, KafkaException
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, TruncatedError
-from ingest.kafka.diagnostics import TRUNCATED, auth_error, not_a_broker_message, unreachable
+from ingest.kafka.diagnostics import (
+    TRUNCATED,
+    auth_error,
+    not_a_broker_message,
+    unreachable,
+    unreachable_advertised,
+)
 from ingest.kafka_properties import DEFAULTS, PROPERTIES
 
+_METADATA_SECONDS = 2.0
 _FORBIDDEN = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
 log = logging.getLogger(__name__)
@@ -39,6 +46,15 @@ def make(kind: Any, settings: StreamSettings, ours: Mapping[str, Any]) -> Any:
 def brief(exc: KafkaException) -> str:
     """Return the sentence of an error of librdkafka."""
     return str(exc.args[0].str())
+
+
+def reason(exc: KafkaException, client: Any, settings: StreamSettings) -> str:
+    """Return why a request of a client failed: by an address that cannot be reached, if a broker has given one."""
+    try:
+        found = client.list_topics(timeout=_METADATA_SECONDS).brokers.values()
+    except KafkaException:
+        return brief(exc)
+    return unreachable_advertised(settings.bootstrap_servers, [(each.host, each.port) for each in found]) or brief(exc)
 
 
 def reach(consumer: Any, settings: StreamSettings, errors: Sequence[KafkaError], patience: float) -> None:

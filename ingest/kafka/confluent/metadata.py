@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 from ingest.events.partition import TopicPartition
-from ingest.kafka.confluent.connection import brief, make
+from ingest.kafka.confluent.connection import make, reason
 from ingest.kafka.diagnostics import gone_topic, missing_topic
 
 _REQUEST_SECONDS = 2.0
@@ -34,7 +34,8 @@ class TopicMetadata:
         try:
             self._topics = self._describe(seconds)
         except KafkaException as exc:
-            raise BrokerError(f"cannot look up the topics: {brief(exc)}") from exc
+            why = reason(exc, self._admin, self._settings)
+            raise BrokerError(f"cannot look up the topics: {why}") from exc
         for topic in (*self._settings.all_topics, self._settings.dead_letter_topic):
             if topic not in self._topics:
                 raise BrokerError(missing_topic(topic, self._settings.bootstrap_servers))

@@ -73,14 +73,14 @@ class KafkaPythonClient:
         bound(self._consumer, most_inflated(settings))
         self._connections.callback(self._consumer.close, autocommit=False)
         for topic in (*settings.all_topics, settings.dead_letter_topic):
-            with translated(f"cannot look up topic {topic}"):
+            with translated(f"cannot look up topic {topic}", self._consumer, self._settings):
                 found = self._consumer.partitions_for_topic(topic)
             if not found:
                 raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
 
     def partitions(self) -> list[TopicPartition]:
         """All partitions of the topics, by the metadata of the last few seconds."""
-        with translated("cannot look up the partitions"):
+        with translated("cannot look up the partitions", self._consumer, self._settings):
             return [
                 TopicPartition(topic, partition)
                 for topic in self._settings.all_topics
@@ -97,7 +97,7 @@ class KafkaPythonClient:
     ) -> dict[TopicPartition, int]:
         """Where to begin; a moment after the last record begins at the end."""
         theirs = {_theirs(partition): partition for partition in partitions}
-        with translated("cannot look up offsets"):
+        with translated("cannot look up offsets", self._consumer, self._settings):
             ends = self._consumer.end_offsets(list(theirs))
             if moment is not None:
                 found = self._consumer.offsets_for_times({tp: int(moment.timestamp() * 1000) for tp in theirs})
@@ -109,7 +109,7 @@ class KafkaPythonClient:
     def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         """Ask with an admin client, since the consumer applies its isolation level."""
         theirs = {_theirs(partition): partition for partition in partitions}
-        with translated("cannot look up the ends of partitions"):
+        with translated("cannot look up the ends of partitions", self._consumer, self._settings):
             admin = connect(KafkaAdminClient, self._settings)
             with contextlib.closing(admin):
                 found = admin.list_partition_offsets(dict.fromkeys(theirs, OffsetSpec.LATEST))
@@ -132,7 +132,7 @@ class KafkaPythonClient:
             raise self._undecodable
         removed: dict[Any, int] = {}
         try:
-            with translated("cannot read the topics"):
+            with translated("cannot read the topics", self._consumer, self._settings):
                 batches = self._polled(int(timeout.total_seconds() * 1000), limit)
         except UnreadableError as exc:
             return [self._skip_unreadable(exc, limit)]
@@ -243,7 +243,7 @@ class KafkaPythonClient:
 
     def _pass_gap(self, offsets: Mapping[Any, int]) -> dict[Any, int]:
         """Continue from the earliest offset where the next one to read is gone, or raise."""
-        with translated("cannot look up the earliest offsets"):
+        with translated("cannot look up the earliest offsets", self._consumer, self._settings):
             earliest = self._consumer.beginning_offsets(list(offsets))
         removed = {tp: int(earliest[tp]) - offset for tp, offset in offsets.items()}
         for tp, missing in removed.items():
@@ -252,7 +252,7 @@ class KafkaPythonClient:
         return removed
 
     def _position(self, tp: Any) -> int:
-        with translated(f"cannot find the position of {tp.topic}[{tp.partition}]"):
+        with translated(f"cannot find the position of {tp.topic}[{tp.partition}]", self._consumer, self._settings):
             position = self._consumer.position(tp, timeout_ms=_REQUEST_MS)
         return self._positions[tp] if position is None else int(position)
 

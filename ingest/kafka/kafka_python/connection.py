@@ -11,7 +11,13 @@ from kafka import errors as kafka_errors
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, CodecError, CredentialsError, TruncatedError
-from ingest.kafka.diagnostics import TRUNCATED, auth_error, not_a_broker_message, unreachable
+from ingest.kafka.diagnostics import (
+    TRUNCATED,
+    auth_error,
+    not_a_broker_message,
+    unreachable,
+    unreachable_advertised,
+)
 from ingest.kafka.kafka_python.records import UnreadableError
 from ingest.kafka_properties import DEFAULTS, check, kafka_python_options
 
@@ -106,9 +112,17 @@ def _logged_errors() -> Iterator[list[BaseException]]:
         theirs.setLevel(level)
 
 
+def reason(error: kafka_errors.KafkaError, client: Any, settings: StreamSettings) -> str:
+    """Return why a request of a client failed: by an address that cannot be reached, if a broker has given one."""
+    manager = getattr(client, "_manager", None)
+    known = [] if manager is None else manager.cluster.brokers()
+    fault = unreachable_advertised(settings.bootstrap_servers, [(str(each.host), int(each.port)) for each in known])
+    return fault or brief(error)
+
+
 @contextlib.contextmanager
-def translated(what: str) -> Iterator[None]:
-    """Translate kafka-python's errors into ours, except those that the caller handles."""
+def translated(what: str, client: Any, settings: StreamSettings) -> Iterator[None]:
+    """Translate the errors of a client of kafka-python into ours, except those that the caller handles."""
     try:
         yield
     except (kafka_errors.OffsetOutOfRangeError, UnreadableError):
@@ -118,7 +132,7 @@ def translated(what: str) -> Iterator[None]:
     except kafka_errors.UnsupportedCodecError as exc:
         raise undecodable(exc) from exc
     except kafka_errors.KafkaError as exc:
-        raise BrokerError(f"{what}: {brief(exc)}") from exc
+        raise BrokerError(f"{what}: {reason(exc, client, settings)}") from exc
 
 
 def undecodable(error: kafka_errors.UnsupportedCodecError) -> CodecError:
