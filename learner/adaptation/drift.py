@@ -36,11 +36,14 @@ class Drift:
         """Factors of learning rate and replay ratio in the next step; both 1 unless a drift was recent."""
 
     def add(self, step: int, scored: Scored) -> bool:
-        """Add the scores of a step's new events, and return whether they show a drift; ignores a non-finite score."""
-        if not self.acts:
-            return False
-        self._set_left(max(0, self._left - 1))
-        if not math.isfinite(scored.score):
+        """Add the scores of a step's new events, and return whether they show a drift.
+
+        Called after each step, for which the factors fall: also of one without a scored event, or with a score that is
+        not finite, which are ignored.
+        """
+        if self._left:
+            self._set_left(self._left - 1)
+        if not self.acts or not scored.rows or not math.isfinite(scored.score):
             return False
         error = scored.rows - scored.score if self._bounded else -scored.score
         change = self._window.add(error, scored.rows)

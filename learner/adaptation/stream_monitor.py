@@ -50,11 +50,15 @@ class StreamMonitor:
 
         Args:
             step: the number of the step that has ended.
-            new: scores of its new events before training.
+            new: scores of its new events before training; none where no label is known yet.
             old: scores of the old events that it probed, if it did.
         """
-        if not new.rows:  # their predictions are not known
-            return self.adjustments
+        if new.rows:
+            self._measure(step, new, old)
+        self.adjustments = self._adjustments(drifted=self.drift.add(step, new))
+        return self.adjustments
+
+    def _measure(self, step: int, new: Scored, old: ScoreSum | None) -> None:
         self.prequential.add(new)
         if math.isfinite(new.score):
             if self.measures:
@@ -66,11 +70,6 @@ class StreamMonitor:
                 "measured, and not logged again",
                 *(step, new.score),
             )
-        drifted = self.drift.acts and self.drift.add(step, new)
-        lr_factor, replay_factor = self.drift.factors
-        first = drifted and self.drift.checkpoints
-        self.adjustments = Adjustments(lr_factor, self.ratio.now * replay_factor, drifted, first)
-        return self.adjustments
 
     def respond(self) -> None:
         """Respond to the last drift: from the next step on the settings are raised, as the config says."""
@@ -88,6 +87,7 @@ class StreamMonitor:
         self.ratio.restore(state["ratio"])
         self.adjustments = self._adjustments()
 
-    def _adjustments(self) -> Adjustments:
+    def _adjustments(self, *, drifted: bool = False) -> Adjustments:
         lr_factor, replay_factor = self.drift.factors
-        return Adjustments(lr_factor, self.ratio.now * replay_factor)
+        first = drifted and self.drift.checkpoints
+        return Adjustments(lr_factor, self.ratio.now * replay_factor, drifted, first)

@@ -10,7 +10,7 @@ import pytest
 from learner.adaptation.replay_ratio import ScoreSum
 from learner.adaptation.stream_monitor import StreamMonitor
 from learner.config import LearnerSettings
-from learner.evaluation.prequential import Scored
+from learner.evaluation.prequential import NOT_SCORED, Scored
 
 ROWS = 100
 
@@ -54,6 +54,29 @@ def test_a_restored_monitor_gives_the_same_settings() -> None:
     new, old = Scored(ROWS, 0.2 * ROWS, 1.0), ScoreSum(ROWS, 0.1 * ROWS)
     assert restored.observe(1, new, old) == monitor.observe(1, new, old)
     assert restored.state() == monitor.state()
+
+
+@pytest.mark.parametrize("scored_every", [2, 25])
+def test_the_settings_fall_back_over_steps_whose_events_have_no_label_yet(scored_every: int) -> None:
+    monitor = make("raise-lr", "raise-replay")
+    drift_of(monitor)
+    monitor.respond()
+    factors = []
+    for step in range(12):
+        factors.append(monitor.adjustments.lr_factor)
+        monitor.observe(step, Scored(ROWS, 0.1 * ROWS, 0.0) if not step % scored_every else NOT_SCORED, None)
+    assert factors == [pytest.approx(3.0 - 0.2 * step) for step in range(10)] + [1.0, 1.0]
+
+
+def test_a_drift_is_signalled_once_while_its_response_is_due() -> None:
+    monitor = make("checkpoint", "raise-lr")
+    drift_of(monitor)
+    for step in range(40):
+        assert not monitor.observe(step, NOT_SCORED, None).drifted
+        assert not monitor.adjustments.checkpoint_first
+    assert monitor.drift.count == 1
+    assert monitor.drift.pending
+    assert monitor.adjustments.lr_factor == 1.0
 
 
 def test_a_score_that_is_not_finite_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
