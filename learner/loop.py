@@ -60,7 +60,9 @@ class TrainingLoop:
         self._replay = parts.replay
         self._while_waiting: Sequence[Task] = ()
         self._traced = False
-        queues = parts.publisher.scoring.raised, parts.replay.raised
+        # When a version is scored depends on clocks, and what is held out may decide what is replayed.
+        others = [] if settings.deterministic else [parts.publisher.scoring.raised]
+        queues = [*others, parts.replay.raised]
         self.raising_events = RaisingEvents(self.state, parts.replay, parts.holdout, queues, metrics.learner.raised)
         self.raised = self.raising_events.raised
         memory = MemoryRetry(parts.trainer.device, threading.Event())
@@ -246,13 +248,15 @@ class TrainingLoop:
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint when one is due.
 
+        The response to a drift comes after its checkpoint has started, or while one from before it is written.
+
         None is written while steps are not finite: the weights may be the cause, and good checkpoints would be deleted.
         Nor while the model raises on all events: once it is corrected, a restart trains on the events since.
         """
         checkpointer = self._parts.checkpointer
         if checkpointer.is_due() and self._is_sound:
             checkpointer.checkpoint(self.state.capture, self.state.fingerprint, self._while_waiting)
-        if self.monitor.drift.pending and not checkpointer.requested:
+        if self.monitor.drift.pending:  # in a fixed step, whatever the disk does
             self._step.respond()
 
     def commit_if_due(self) -> None:

@@ -377,6 +377,7 @@ class Learner:
             mirror=self._mirror,
             learns=self._trainer,
             seed=lambda record: secret.number(f"blur {record}") >> 66,
+            at_once=deployment.learner.deterministic,
         )
         erasure.record_erased(*resumed.erased_counts)
         if self._log_fetched:

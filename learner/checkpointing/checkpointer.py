@@ -77,8 +77,6 @@ class Checkpointer:
         """The newest checkpoint; numbers only grow."""
         self.time = _time_of(checkpoints, self.number)
         """When it was made, in seconds since 1970; None without a checkpoint, or where its manifest cannot be read."""
-        self.requested = False
-        """Whether a requested checkpoint has not started yet."""
         self._problem: str | None = None
         self._short_of_memory = False
         """Whether the last checkpoint that failed did so for lack of memory."""
@@ -93,7 +91,7 @@ class Checkpointer:
 
     def request(self) -> None:
         """Make a checkpoint due: the next `checkpoint` that finds the thread idle starts it."""
-        self._due, self.requested = time.monotonic(), True
+        self._due = time.monotonic()
 
     def is_due(self) -> bool:
         """End the snapshot of a checkpoint that is written; return whether `checkpoint` has something to do.
@@ -232,7 +230,6 @@ class Checkpointer:
 
     def _start(self, capture: Callable[[int], CapturedState], fingerprint: object) -> None:
         number = self._highest = self._highest + 1  # a number that failed is not used again
-        self.requested = False
         try:
             captured = encoded(capture(number))
         except CopyMemoryError as exc:

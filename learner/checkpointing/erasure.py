@@ -75,6 +75,7 @@ class Erasure:
         mirror: Mirror | None = None,
         learns: LearnsOfKeys | None = None,
         seed: Callable[[int], int] = int,
+        at_once: bool = False,
     ) -> None:
         """Start with a log that was read.
 
@@ -91,8 +92,9 @@ class Erasure:
             mirror: the uploads to the object store, which must not keep erased events either.
             learns: what has learned from the events.
             seed: returns a secret number for the number of a record.
+            at_once: whether events that a tombstone erases leave the store after its step, and not by a clock.
         """
-        self._learns, self._seed = learns, seed
+        self._learns, self._seed, self._at_once = learns, seed, at_once
         self._has_history = has_history
         self._log = written
         self._background_store = background_store
@@ -192,6 +194,8 @@ class Erasure:
             self._unwritten += records
             self._unwritten_by |= {record.by for record in records}
             self._append()
+            if self._at_once:
+                self._poll_at = self.due = 0.0
 
     def poll_if_due(self) -> None:
         """Poll the log at most a few times a second, and do the next piece of work on checkpoints and tiers."""

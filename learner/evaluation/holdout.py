@@ -95,9 +95,9 @@ class HoldoutSet:
     def take(self, indices: NDArray[np.int64]) -> dict[str, Array]:
         """Return the columns of n events by their indices in the order in which they came, each `[n, ...]`.
 
-        The result is ordered by part: parts are not joined for a few events.
+        The result is in that order too.
         """
-        parts = self._join_waiting()
+        parts, indices = self._join_waiting(), np.sort(indices)
         ends = np.cumsum([len(part["label"]) for part in parts])
         where = np.searchsorted(ends, indices, side="right")
         taken = []

@@ -29,6 +29,8 @@ from learner.training.out_of_memory import free_cached_memory
 
 _FEWEST = 10
 """Smallest number of events for which a class or group is listed."""
+_MOST_RAISED = 1000
+"""Errors that wait for the loop's thread."""
 _MOST = 64
 """Largest number of classes, and of groups, that are listed: those with the most events."""
 
@@ -273,7 +275,7 @@ class Scorer:
         self._task = task
         self._chunks = Chunks(device, precision, before_chunk)
         self._models = ResidentModels(model, self._chunks)
-        self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
+        self.raised: deque[tuple[NDArray[np.uint64], str]] = deque(maxlen=_MOST_RAISED)
         """Hashes of events on which the model raised, whose score is NaN, and the error on the first of them; the
         loop's thread removes them from the holdout set."""
 

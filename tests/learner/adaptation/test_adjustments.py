@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
+from ingest.events.schema import Schema
 from learner.runtime.shutdown import Deadline
-from tests.learner.learner_bench import ROWS, LearnerBench
+from tests.learner.learner_bench import ROWS, LearnerBench, small_model
 
 
 @pytest.mark.slow
@@ -57,30 +59,19 @@ def test_a_drift_raises_the_configured_factors_and_notifies_the_strategy(
 
 
 @pytest.mark.slow
-def test_the_checkpoint_of_a_drift_is_written_before_the_response(
+def test_the_checkpoint_of_a_drift_has_the_state_before_the_response(
     make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while the checkpointer is busy; a learner that restores this checkpoint responds to the drift."""
+    """A learner that restores this checkpoint responds to the drift."""
     settings = {"drift": {"actions": ["checkpoint", "raise-lr"], "lr_factor": 5.0, "steps": 50}}
-    bench, gate, left = make_bench(400, learner=settings), threading.Event(), [20]
+    bench, notified, rates = make_bench(400, learner=settings), list[int](), list[float]()
     bench.stream.drifts_at = 300 * ROWS
-    notified, rates = list[int](), list[float]()
     monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: notified.append(bench.loop.state.steps))
-    assert bench.checkpointer.run(lambda: gate.wait(30))
-
-    def at_boundary() -> None:
-        rates.append(bench.trainer.update.rate())
-        left[0] -= bool(bench.loop.monitor.drift.count)
-        if not left[0] and bench.checkpointer.busy:
-            gate.set()
-            bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
-
-    bench.run(at_boundary)
+    bench.run(lambda: rates.append(bench.trainer.update.rate()))
     bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
     found = bench.checkpoints.newest()
     assert found is not None
-    assert bench.loop.monitor.drift.step is not None
-    assert found[1].step == notified[0] >= bench.loop.monitor.drift.step + 19
+    assert found[1].step == notified[0] == bench.loop.monitor.drift.step
     assert found[1].state["trainer"]["groups"][0]["lr"] == 1e-3
     assert rates[: notified[0]] == [1e-3] * notified[0]
     assert max(rates) == rates[notified[0]] == pytest.approx(5e-3)
@@ -90,3 +81,24 @@ def test_the_checkpoint_of_a_drift_is_written_before_the_response(
     resumed.resume()
     assert notified == [found[1].step] * 2
     assert resumed.loop.monitor.drift.lr_factor == 5.0
+
+
+@pytest.mark.slow
+def test_the_weights_do_not_depend_on_when_the_disk_has_written_a_checkpoint(tmp_path: Path, schema: Schema) -> None:
+    settings = {"drift": {"actions": ["checkpoint", "raise-lr", "raise-replay"], "steps": 50}}
+    end, weights, monitors = threading.Event(), list[dict[str, torch.Tensor]](), list[object]()
+    for name in ("idle", "busy"):
+        torch.manual_seed(0)
+        bench = LearnerBench(tmp_path / name, schema, small_model(), 400, learner=settings)
+        bench.stream.drifts_at = 300 * ROWS
+        if name == "busy":
+            assert bench.checkpointer.run(lambda: end.wait(60))
+        bench.run()
+        end.set()
+        assert bench.loop.monitor.drift.count == 1
+        weights.append({name: value.clone() for name, value in bench.trainer.snapshot().items()})
+        monitors.append(bench.loop.monitor.state())
+        bench.close()
+        end.clear()
+    assert monitors[0] == monitors[1]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

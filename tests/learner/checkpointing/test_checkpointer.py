@@ -191,7 +191,7 @@ def test_a_checkpoint_for_which_there_is_no_memory_is_skipped_and_the_next_one_w
     checkpointer.wait(Deadline(timedelta(seconds=30)))
     assert checkpointer.problem is not None
     assert "checkpoint 1 could not be made for lack of memory" in checkpointer.problem
-    assert not checkpointer.requested, "the next one follows when it is due"
+    assert not checkpointer.is_due(), "the next one follows when it is due"
     checkpoint(checkpointer)
     assert checkpointer.problem is None
     assert checkpoints.numbers() == [2]

@@ -53,7 +53,7 @@ def test_events_are_taken_by_their_index_in_the_order_of_arrival(
     assert holdout.older == offset - offset // 4
     indices = np.array(numbers) % offset
     taken = holdout.take(indices)
-    assert sorted(taken["offset"].tolist()) == sorted(indices.tolist())
+    assert taken["offset"].tolist() == sorted(indices.tolist()), "whatever parts there are"
     expected = fake_columns(schema, taken["offset"].tolist())
     assert all(np.array_equal(taken[name], expected[name]) for name in schema.payload())
 
