@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,7 +22,9 @@ from prometheus_client import CollectorRegistry
 from anabranch.config.loader import load_config
 from anabranch.core.durations import parse_duration
 from learner.runtime.status_server import serve_status
+from replay.tiers.redis_server import RedisServer
 from tests.support import kafka
+from tests.support.waiting import wait_until
 from tools import reference
 
 ROOT = Path(__file__).parent.parent
@@ -236,6 +239,32 @@ class TestCompose:
         redis = next(word for word in SERVICES["redis"]["command"] if re.fullmatch(r"\d+mb", word))
         assert limits["kafka"] >= 2 * int(heap) * megabytes["g"]
         assert limits["redis"] >= 2 * int(redis.removesuffix("mb"))
+
+    @pytest.mark.services
+    def test_redis_lets_its_users_do_what_the_learner_does_and_runs_no_scripts(self, mortal_redis):
+        mortal_redis.stop()
+        mortal_redis.start(*SERVICES["redis"]["command"][1:])
+        row = memoryview(bytes(40))
+        with RedisServer(mortal_redis.url, "anabranch:test:") as server:
+            server.open(needed=True)
+            server.put(["a:1", "b:2"], [row, row])
+            assert server.get(["a:1"], 40) == [bytes(40)]
+            assert server.memory() == (256 << 20, "noeviction")
+            swept = threading.Event()
+            server.sweep_later(lambda key: swept.set() or key == "b:2")
+            assert swept.wait(60)
+            wait_until(lambda: server.get(["b:2"], 40) == [None])
+            assert server.problem is None
+        assert mortal_redis.say("PING") == b"+PONG\r\n"
+        for refused in (
+            'EVAL "return 1" 0',
+            "FUNCTION LIST",
+            "CONFIG GET *",
+            "FLUSHALL",
+            "SET other:key 1",
+            "XADD a * b c",
+        ):
+            assert mortal_redis.say(refused, check=False).startswith(b"-NOPERM"), refused
 
     def test_services_without_a_password_are_reachable_from_their_clients_alone(self):
         networks = {name: set(service["networks"]) for name, service in SERVICES.items()}

@@ -159,9 +159,12 @@ FINDINGS: dict[str, FindingType] = {
         "Set stream.labels.key to the field that both messages have, or check what the producers write to it.",
     ),
     "labels.wait": FindingType("warning", "Raise stream.labels.wait: labels that come later are dropped."),
-    "redis.connect": FindingType("problem", "Start it, or fix replay.redis.url.", unreachable=True),
-    "redis.away": FindingType("warning", "Start it, or fix replay.redis.url; the store does without it meanwhile."),
+    "redis.connect": FindingType("problem", "Start or repair it, or fix replay.redis.url.", unreachable=True),
+    "redis.away": FindingType(
+        "warning", "Start or repair it, or fix replay.redis.url; the store does without it meanwhile."
+    ),
     "redis.refused": FindingType("problem", "Fix replay.redis.url, or the rights of its user on anabranch:*."),
+    "redis.full": FindingType("warning", "Raise its maxmemory, or lower replay.redis.bytes."),
     "redis.memory": FindingType("warning", 'Raise it: "CONFIG SET maxmemory {needed}"; or lower replay.redis.bytes.'),
     "redis.policy": FindingType(
         "warning", 'Set it to noeviction, or add replay.disk: "CONFIG SET maxmemory-policy noeviction".'

@@ -23,7 +23,10 @@ def check_redis(context: CheckContext) -> Iterator[Finding]:
         server = RedisServer(replay.redis.url.get_secret_value(), f"anabranch:{context.config.pipeline.name}:doctor:")
         with server:
             server.open(needed=True)
-            yield ok(f"Redis at {server.address} answers, and can be written.")
+            if server.problem is not None:
+                yield found("redis.full", f"{server.problem}.")
+            else:
+                yield ok(f"Redis at {server.address} answers, and can be written.")
             yield from _check_memory(server.memory(), server.address, replay)
     except DependencyError as exc:
         yield found("redis.connect" if replay.disk is None else "redis.away", f"{exc}.")

@@ -17,7 +17,7 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import ClusterDownError, OutOfMemoryError, TryAgainError
 from redis.retry import Retry
 
 from anabranch.core.backoff import Backoff
@@ -35,6 +35,8 @@ _LONGEST_REPLY_BYTES = 2 * _MAX_BATCH_BYTES
 _SWEEP_BATCH = 500
 _SWEEP_PAUSE_SECONDS = 0.005
 _PROBE_LIFE_MS = 10_000
+_PASSING = ("MISCONF", "NOREPLICAS", "BUSY")
+"""What errors begin with that the client has no class for, and that go away without a change of our settings."""
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 Sweep = Callable[[str], bool]
@@ -153,16 +155,22 @@ class RedisServer:
 
         Raises:
             SettingsError: the server answers, and refuses the user, the password or the commands.
-            DependencyError: the server cannot be reached, and is needed.
+            DependencyError: the server cannot be reached, or takes no rows for now, and is needed.
         """
         try:
             self._probe()
         except redis.AuthenticationError as exc:
             raise SettingsError(f"replay.redis: {self.address} refuses user or password of url: {exc}") from exc
-        except OutOfMemoryError as exc:
+        except OutOfMemoryError as exc:  # it has rows, and evicts or refuses others
             self._set_refusal(exc)
         except redis.ResponseError as exc:
-            raise SettingsError(f"replay.redis: {self.address} cannot be used: {exc}") from exc
+            if not _passes(exc):
+                raise SettingsError(f"replay.redis: {self.address} cannot be used: {exc}") from exc
+            if needed:
+                raise DependencyError(
+                    f"replay.redis: {self.address} takes no rows for now: {exc}; repair it, or fix replay.redis.url"
+                ) from exc
+            self._set_refusal(exc)
         except TypeError as exc:
             raise SettingsError(f"replay.redis.url has an option that the client does not support: {exc}") from exc
         except redis.RedisError as exc:
@@ -227,8 +235,14 @@ class RedisServer:
             self._changed.notify()
 
     def memory(self) -> tuple[int, str]:
-        """Return the server's `maxmemory` in bytes, 0 for none, and `maxmemory_policy`; raises OSError."""
-        info = self._call(self._client.info, "memory")
+        """Return the server's `maxmemory` in bytes, 0 for none, and `maxmemory_policy`; raises OSError.
+
+        A server may refuse to say: that says nothing of rows.
+        """
+        try:
+            info: Any = self._client.info("memory")
+        except redis.RedisError as exc:
+            raise OSError(f"replay.redis: {self.address} does not say how much memory it has: {exc}") from exc
         return int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "noeviction"))
 
     def close(self) -> None:
@@ -325,6 +339,13 @@ class RedisServer:
         if removed:
             log.info("removed %d rows from %s that belong to no checkpoint", removed, self.address)
         self._sweeps.popleft()
+
+
+def _passes(exc: redis.ResponseError) -> bool:
+    """Return whether a refusal is of the server's state (a failed snapshot, a failover), and not of our settings."""
+    if isinstance(exc, OutOfMemoryError | redis.ReadOnlyError | ClusterDownError | TryAgainError):
+        return True
+    return str(exc).startswith(_PASSING)
 
 
 def _check_files(options: Mapping[str, Any]) -> None:

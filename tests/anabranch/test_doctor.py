@@ -1403,6 +1403,17 @@ class TestRedis:
         assert kinds(diagnose("redis")) == ["redis.memory", "redis.policy"]
         assert "maxmemory 62mb" in only(diagnose("redis"), "redis.memory").fix
 
+    @pytest.mark.finds("redis.full")
+    def test_one_that_is_full(self, diagnose, redis, mortal_redis):
+        redis()
+        mortal_redis.bound(1, "noeviction")
+        assert kinds(diagnose("redis")) == ["redis.full", "redis.memory"]
+
+    def test_one_that_takes_no_rows_for_now(self, diagnose, redis, mortal_redis):
+        redis()
+        mortal_redis.say("CONFIG SET min-replicas-to-write 1")
+        assert "takes no rows for now: NOREPLICAS" in only(diagnose("redis"), "redis.away").message
+
     @pytest.mark.finds("redis.unseen")
     def test_a_user_that_may_not_read_the_memory(self, diagnose, redis, mortal_redis):
         mortal_redis.say("ACL SETUSER default -info")

@@ -23,6 +23,8 @@ class RestartableRedis:
         self._command = [str(program), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
         self._command += ["--save", "", "--appendonly", "no"]
         self._log = folder / "log"
+        self.folder = folder
+        """Where it would store snapshots."""
         self.port = port
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://127.0.0.1:{port}/0"

@@ -428,7 +428,68 @@ class TestStart:
         with pytest.raises(SettingsError, match=said):
             build(disk=True, url=url.format(port=mortal_redis.port))
 
-    def test_a_replica_is_refused(self, build: Build, mortal_redis: Any) -> None:
-        mortal_redis.say("REPLICAOF 127.0.0.1 1")
-        with pytest.raises(SettingsError, match="cannot be used: You can't write against a read only replica"):
+    @pytest.mark.parametrize(
+        ("refuse", "stop", "said"),
+        [
+            ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE", "read only replica"),
+            ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0", "NOREPLICAS"),
+            ("BGSAVE", "CONFIG SET stop-writes-on-bgsave-error no", "MISCONF"),
+        ],
+    )
+    def test_a_refusal_that_passes_ends_no_learner_for_good(
+        self, schema: Schema, build: Build, mortal_redis: Any, refuse: str, stop: str, said: str
+    ) -> None:
+        """Above a disk the store goes on without it; as the primary tier the start is tried again."""
+        mortal_redis.stop()
+        mortal_redis.start("--save", "3600 1")
+        (mortal_redis.folder / "dump.rdb").mkdir()  # so that snapshots fail
+        mortal_redis.say(refuse)
+        if refuse == "BGSAVE":
+            wait_until(lambda: b"rdb_last_bgsave_status:err" in mortal_redis.say("INFO persistence"))
+        with pytest.raises(DependencyError, match=f"takes no rows for now: .*{said}.*; repair it"):
             build()
+        store = build(disk=True)
+        assert "refuses rows: " in str(store.tiers.problem)
+        assert said in str(store.tiers.problem)
+        fill(store, schema, 0, 500)
+        assert sampled(store) == 500
+        mortal_redis.say(stop)
+        fill(store, schema, 500, 600)
+        assert store.tiers.problem is None
+
+    @pytest.mark.parametrize(
+        ("answer", "passes"),
+        [
+            ("CLUSTERDOWN The cluster is down", True),
+            ("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", True),
+            ("TRYAGAIN Multiple keys request during rehashing of slot", True),
+            ("BUSY Redis is busy running a script.", True),
+            ("MOVED 3999 127.0.0.1:6381", False),
+            ("NOPERM this user has no permissions to run the 'set' command", False),
+            ("ERR unknown command 'SET'", False),
+        ],
+    )
+    def test_refusals_of_the_state_of_a_server_pass_and_those_of_settings_do_not(
+        self, monkeypatch: pytest.MonkeyPatch, answer: str, passes: bool
+    ) -> None:
+        server = RedisServer("redis://127.0.0.1:1/0", "test:")
+        refusal = _RESP2Parser.parse_error(answer)
+
+        def refuse() -> None:
+            raise refusal
+
+        monkeypatch.setattr(server, "_probe", refuse)
+        with pytest.raises(DependencyError if passes else SettingsError):
+            server.open(needed=True)
+        if passes:
+            with server:
+                server.open(needed=False)
+                assert "refuses rows" in str(server.problem)
+
+    def test_a_server_that_does_not_say_its_memory_refuses_no_rows(self, mortal_redis: Any) -> None:
+        mortal_redis.say("ACL SETUSER default -info")
+        with RedisServer(mortal_redis.url, "test:") as server:
+            server.open(needed=True)
+            with pytest.raises(OSError, match=r"does not say how much memory it has: .*no permissions"):
+                server.memory()
+            assert server.problem is None
