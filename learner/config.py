@@ -265,6 +265,9 @@ class VersionsSettings(Section):
 
     publish_every: PositiveDuration = timedelta(seconds=1)
     """Time between versions; one that falls due while another is being written is skipped and counted."""
+    min_events: Annotated[int, Field(ge=0)] = 0
+    """Events to train on, at least, between two versions. A version after few events shows in its predictions what
+    their labels were."""
     keep: Annotated[int, Field(ge=2)] = 20
     """Newest versions to keep."""
     keep_hourly: Annotated[int, Field(ge=0)] = 24

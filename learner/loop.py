@@ -123,7 +123,8 @@ class TrainingLoop:
             self._parts.checkpointer.wait(deadline)
         if self._late is not None:
             self._late.search()
-        self._parts.publisher.publish_last(self.state.progress(), self.state.snapshot, deadline)
+        state = self.state
+        self._parts.publisher.publish_last(state.progress(), state.snapshot, deadline, state.rows_new)
         self._next_commit = 0.0
         self.commit_if_due()
         self._parts.erasure.finish(deadline)
@@ -237,7 +238,7 @@ class TrainingLoop:
         """Publish a version when one is due and there is progress."""
         publisher = self._parts.publisher
         if time.monotonic() >= publisher.due:
-            publisher.publish_if_due(self.state.progress(), self.state.snapshot)
+            publisher.publish_if_due(self.state.progress(), self.state.snapshot, self.state.rows_new)
 
     def monitor_served_if_due(self) -> None:
         """Score the served version on the holdout set about once a second."""

@@ -138,7 +138,7 @@ KEYS_OF_THE_DESIGN = words("""
     learner.precision learner.replicas learner.device learner.deterministic learner.stop_timeout learner.status
     replay.admission replay.sampling replay.capacity replay.device_bytes replay.redis.url replay.redis.bytes
     replay.disk.bytes
-    versions.publish_every versions.keep versions.keep_hourly
+    versions.publish_every versions.min_events versions.keep versions.keep_hourly
     checkpoints.every checkpoints.keep gate.holdout_fraction gate.holdout_rows
     gate.max_drop_new gate.max_drop_old gate.min_rows gate.max_hold gate.on_hold
     serving.host serving.port serving.max_batch serving.max_delay

@@ -81,6 +81,9 @@ class Publisher:
         self._generation = generation
         self._metrics = metrics
         self._every = settings.publish_every.total_seconds()
+        self._min_events = settings.min_events
+        self._trained: int | None = None
+        """Events that were trained on when the last version was made, or at the start."""
         self.due = 0.0
         """When the next version may be published, by `time.monotonic`."""
         self.watch_due = 0.0
@@ -115,13 +118,14 @@ class Publisher:
         if self._origin is not None:
             self._origin = msgspec.structs.replace(self._origin, resumed_from=checkpoint)
 
-    def publish_if_due(self, progress: Progress, take: Callable[[], Snapshot]) -> None:
+    def publish_if_due(self, progress: Progress, take: Callable[[], Snapshot], trained: int = 0) -> None:
         """Publish the snapshot of `take` when a version is due and there is progress; called at a step boundary.
 
-        Before `due` this does nothing, so that the caller need not compute the progress.
+        Before `due` this does nothing, so that the caller need not compute the progress. `trained`: events that were
+        trained on over the life of the pipeline.
         """
         now = time.monotonic()
-        if now < self.due:
+        if now < self.due or self._has_few(trained):
             return
         busy = self._background.busy
         if not self._is_new(progress) or (busy and self._watching):
@@ -131,7 +135,13 @@ class Publisher:
             self.skipped += 1
             self._metrics.publish_skipped.inc()
             return
-        self._start(progress, take)
+        self._start(progress, take, trained)
+
+    def _has_few(self, trained: int) -> bool:
+        """Return whether too few events were trained on since the last version."""
+        if self._trained is None:
+            self._trained = trained if self.number is not None else 0
+        return trained - self._trained < self._min_events
 
     def watch(self, holdout: HoldoutSet) -> None:
         """Score the served version on the holdout set, unless the thread is busy; called once `watch_due` has passed.
@@ -172,11 +182,13 @@ class Publisher:
         published = newest.trained_through
         return all(name in published and published[name].reaches(trained) for name, trained in trained_through.items())
 
-    def publish_last(self, progress: Progress, take: Callable[[], Snapshot], deadline: Deadline) -> None:
-        """Publish the progress since the last version, and wait until it is written."""
+    def publish_last(
+        self, progress: Progress, take: Callable[[], Snapshot], deadline: Deadline, trained: int = 0
+    ) -> None:
+        """Publish the progress since the last version, and wait until it is written; `trained` as above."""
         self._background.wait(deadline)
-        if self._is_new(progress) and not self._background.busy:
-            self._start(progress, take)
+        if self._is_new(progress) and not self._background.busy and not self._has_few(trained):
+            self._start(progress, take, trained)
             self._background.wait(deadline)
         self._background.raise_bug()
 
@@ -184,13 +196,13 @@ class Publisher:
         """Return whether there is progress: none before the first step, and none that was published."""
         return progress[0] > 0 and progress != self._progress
 
-    def _start(self, progress: Progress, take: Callable[[], Snapshot]) -> None:
+    def _start(self, progress: Progress, take: Callable[[], Snapshot], trained: int) -> None:
         try:
             snapshot = take()
         except CopyMemoryError as exc:
             self._report_memory(exc, _NO_VERSION)
             return
-        self._progress = progress
+        self._progress, self._trained = progress, trained
         self._watching = False
         self._background.start(lambda: self._publish_traced(snapshot))
 

@@ -396,3 +396,24 @@ def test_a_bug_in_the_thread_stops_the_loop(make_bench: Callable[..., Bench], mo
 
 def _no_space(_descriptor: int) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_a_version_adds_at_least_min_events(make_bench: Callable[..., Bench]) -> None:
+    bench, published = make_bench(min_events=100), []
+    for trained in range(0, 400, 20):
+        bench.step += 1
+        bench.publisher.publish_last((bench.step, ()), bench.snapshot, Deadline(SOON), trained)
+        published.append(bench.publisher.published)
+    assert published == [trained // 100 for trained in range(0, 400, 20)]
+    bench.publisher.publish_if_due((bench.step + 1, ()), bench.snapshot, 399)
+    assert not bench.publisher._background.busy
+    assert bench.publisher.skipped == 0
+
+
+def test_after_a_restart_min_events_count_from_the_start(make_bench: Callable[..., Bench]) -> None:
+    make_bench().publish()
+    again = make_bench(min_events=100)
+    for step, trained, published in ((2, 5000, 0), (3, 5099, 0), (4, 5100, 1)):
+        again.step = step
+        again.publisher.publish_last((step, ()), again.snapshot, Deadline(SOON), trained)
+        assert again.publisher.published == published
