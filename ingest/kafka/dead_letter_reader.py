@@ -45,7 +45,7 @@ class StoredLetter:
     format: str | None
     key: bytes | None
     value: bytes | None
-    headers: list[tuple[str, bytes]]
+    headers: list[tuple[str, bytes | None]]
 
 
 def read_dead_letters(settings: StreamSettings) -> Iterator[StoredLetter]:
@@ -92,9 +92,9 @@ def _read(consumer: KafkaConsumer, partition: KafkaPartition, end: int) -> Itera
 
 
 def _letter(record: Any) -> StoredLetter:
-    headers = [(name, value or b"") for name, value in record.headers]
+    headers = list(record.headers)
     own = max((i for i, (name, _) in enumerate(headers) if name == _FIRST_ADDED), default=len(headers))
-    added = {name: value.decode(errors="replace") for name, value in headers[own:]}
+    added = {name: (value or b"").decode(errors="replace") for name, value in headers[own:]}
     return StoredLetter(
         partition=record.partition,
         offset=record.offset,

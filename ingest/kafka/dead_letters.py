@@ -22,17 +22,17 @@ class DeadLetter:
 
     key: bytes | None
     value: bytes | None
-    headers: Sequence[tuple[str, bytes]]
+    headers: Sequence[tuple[str, bytes | None]]
     added: Sequence[tuple[str, bytes]] = ()
 
 
 def sanitize(letter: DeadLetter) -> DeadLetter:
-    """Return the letter as kafka-python can send it: no header without a value, and a key or a value.
+    """Return the letter as kafka-python can send it, with a key or a value.
 
     The added headers come last, so that a reader finds them by name.
     """
-    headers = [(name, value if value is not None else b"") for name, value in (*letter.headers, *letter.added)]
-    return DeadLetter(b"" if letter.key is None and letter.value is None else letter.key, letter.value, headers)
+    key = b"" if letter.key is None and letter.value is None else letter.key
+    return DeadLetter(key, letter.value, [*letter.headers, *letter.added])
 
 
 def shrink(letter: DeadLetter) -> Iterator[DeadLetter]:

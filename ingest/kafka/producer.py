@@ -14,6 +14,7 @@ from anabranch.core.errors import AnabranchError, SettingsError
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 from ingest.kafka.kafka_python.connection import PATIENCE, connect, reason
+from ingest.kafka.kafka_python.null_headers import sendable
 
 _WAITING_BYTES = 32_000_000
 _UNKNOWN_TOPIC = kafka_errors.UnknownTopicOrPartitionError.errno
@@ -83,7 +84,7 @@ class EventProducer:
         on_acknowledged: OnAcknowledged | None = None,
         *,
         key: bytes | None = None,
-        headers: Sequence[tuple[str, bytes]] = (),
+        headers: Sequence[tuple[str, bytes | None]] = (),
         partition: int | None = None,
     ) -> None:
         """Send one event; waits while too many bytes are in flight.
@@ -103,7 +104,9 @@ class EventProducer:
             partition = None if key is not None else self._partitions[self._turn % len(self._partitions)]
         self._turn += 1
         try:
-            future = self._client.send(self._topic, value=value, key=key, headers=list(headers), partition=partition)
+            future = self._client.send(
+                self._topic, value=value, key=key, headers=sendable(headers), partition=partition
+            )
         except kafka_errors.KafkaError as exc:
             raise self._translated(exc) from exc
         future.add_callback(partial(self._on_success, len(value), on_acknowledged))

@@ -11,6 +11,7 @@ from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 from ingest.kafka.dead_letters import LARGEST_LETTER, DeadLetter, DeadLetterWriter, DeliveryError, sanitize
 from ingest.kafka.kafka_python.connection import brief, connect
+from ingest.kafka.kafka_python.null_headers import sendable
 
 _REFUSED = (
     kafka_errors.MessageSizeTooLargeError,
@@ -63,6 +64,6 @@ class KafkaPythonDeadLetters(DeadLetterWriter):
             )
         topic = self._settings.dead_letter_topic
         try:
-            return self._producer.send(topic, key=letter.key, value=letter.value, headers=letter.headers)
+            return self._producer.send(topic, key=letter.key, value=letter.value, headers=sendable(letter.headers))
         except _REFUSED as exc:
             return exc
