@@ -329,6 +329,44 @@ def test_a_label_that_comes_after_the_time_out_takes_the_negative_back(
     assert learner.stop() == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", ["take_back = true", 'early = "negative-then-correct"\ntake_back = true'])
+def test_a_backlog_ends_as_an_offline_join_although_the_learner_is_killed(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    binary: Pipeline,
+    start: Callable[..., Learner],
+    settings: str,
+) -> None:
+    """Of four events one has a label in time, one after it timed out, one too late to be taken back, and one none."""
+    events, labels = topics
+    config = binary(kafka.bootstrap, events, labels, "1h", settings)
+    minute, before, numbers = 60_000, int(time.time() * 1000) - 6 * 3_600_000, range(600)
+    produce(kafka.bootstrap, events, list(map(event, numbers)), partition=0, timestamp_ms=before)
+    for kind, lag in enumerate((10 * minute, 100 * minute, 150 * minute)):
+        found = [{"id": str(number), "y": 1} for number in numbers if number % 4 == kind]
+        produce(kafka.bootstrap, labels, found, partition=kind % 2, timestamp_ms=before + lag)
+    for least in (50, 200, 400):
+        learner = start(config)
+        learner.wait_for(lambda each, least=least: ended(each) >= least)
+        learner.kill()
+    learner = start(config)
+    report = learner.wait_for(
+        lambda each: ended(each) == 600 and each.labels is not None and each.labels.labels["taken_back"] == 150
+    )
+    counts = waited(report)
+    assert counts.keys() == {"trained", "timed_out", "held_out"}
+    assert 100 < counts["trained"] <= 150
+    assert 380 < counts["timed_out"] <= 450
+    assert sum(counts.values()) == 600
+    assert report.labels is not None
+    found = report.labels.labels
+    assert (found["matched"], found["timed_out"], found["taken_back"]) == (150, 450, 150)
+    assert (report.labels.waiting, found["dropped"], found["no_room"], report.problems) == (0, 0, 0, [])
+    assert learner.stop() == 0
+
+
 def test_two_ranks_train_on_the_events_that_the_first_joins(
     kafka: Any,
     topics: tuple[str, str],
