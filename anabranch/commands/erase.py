@@ -59,6 +59,9 @@ class ErasureResult:
         sentences = [] if self.missing is None else [self.missing]
         if self.applied or self.store or self.holdout:
             sentences.insert(0, f"erased {self.store:,} events of the store and {self.holdout:,} of the holdout set")
+        if self.applied and not (self.store or self.holdout):
+            how = "; a key is compared byte for byte with the value of schema.key" if self.up_to else ""
+            sentences.append(f"none of the events that are kept was meant{how}")
         if self.up_to:
             ends = ", ".join(f"{name}@{end}" for name, end in self.up_to.items())
             sentences.append(f"later events of the key are new: those from {ends} on")

@@ -16,7 +16,7 @@ import torch
 
 import anabranch.commands.erase
 from anabranch.cli import app as cli
-from anabranch.commands.erase import erase_events, plan_erasure
+from anabranch.commands.erase import ErasureResult, erase_events, plan_erasure
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
@@ -128,3 +128,9 @@ def test_the_erasure_of_a_key_covers_all_rows_of_all_files_of_the_history(write_
     assert by_range.partition == "history#0[1]"
     with pytest.raises(SettingsError, match="is of no partition that was read"):
         plan_erasure(config, [], ["history[2]@10..19"])
+
+
+@pytest.mark.parametrize(("store", "holdout", "says"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_an_erasure_that_meets_no_event_says_so(store: int, holdout: int, says: bool) -> None:
+    result = ErasureResult("erasures.jsonl", [3], {"events:0": 9}, None, store, holdout)
+    assert any("byte for byte" in sentence for sentence in result.sentences()) == says
