@@ -68,7 +68,7 @@ class BacktestTraining:
         if setup.strategy.replays:
             store = BackgroundStore(_store(spec, setup), in_background=device.type != "mps")
             stack.callback(store.close)
-        self._holdout = HoldoutSet(setup.schema, spec.gate.holdout_rows)
+        self._holdout = HoldoutSet(setup.schema, spec.gate.holdout_rows, spec.seed)
         monitor = StreamMonitor(spec.learner, bounded=bounded)
         replay = make_feed(store, spec.learner, 1, monitor, self._holdout, self.trainer, timer)
         self._raising = RaisingEvents(state, replay, self._holdout, [replay.raised], metrics.raised)
