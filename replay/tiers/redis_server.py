@@ -35,6 +35,8 @@ _LONGEST_REPLY_BYTES = 2 * _MAX_BATCH_BYTES
 _SWEEP_BATCH = 500
 _SWEEP_PAUSE_SECONDS = 0.005
 _PROBE_LIFE_MS = 10_000
+_BESIDES = 1.1
+"""Of `replay.redis.bytes`, what the server needs at least, for itself too."""
 _PASSING = ("MISCONF", "NOREPLICAS", "BUSY")
 """What errors begin with that the client has no class for, and that go away without a change of our settings."""
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -244,6 +246,18 @@ class RedisServer:
         except redis.RedisError as exc:
             raise OSError(f"replay.redis: {self.address} does not say how much memory it has: {exc}") from exc
         return int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "noeviction"))
+
+    def check_memory(self, needed_bytes: int, *, is_cache: bool) -> Iterator[tuple[str, str]]:
+        """Yield what of the server's memory does not go with this many bytes of rows: "memory" or "policy", a sentence.
+
+        `is_cache`: whether another tier has the rows too. Raises OSError as `memory`.
+        """
+        most, policy = self.memory()
+        if most and most < needed_bytes * _BESIDES:
+            sizes = f"{most / 1e6:,.0f} MB, and replay.redis.bytes is {needed_bytes / 1e6:,.0f} MB"
+            yield "memory", f"Redis at {self.address} has {sizes}"
+        if most and policy != "noeviction" and not is_cache:
+            yield "policy", f"Redis at {self.address} has maxmemory-policy {policy}, and holds what no other tier has"
 
     def close(self) -> None:
         """Stop the background thread and close the connections."""

@@ -8,9 +8,10 @@ of `PREFIX<generation>:intact` lists the checkpoints whose rows are there: it va
 Legend: S slots, R bytes of a row, n rows of a call.
 """
 
+import logging
 import secrets
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +29,8 @@ from replay.tiers.tier import SlowTier, TierContext, TierFactory
 
 if TYPE_CHECKING:
     from replay.tiers.redis_server import RedisServer  # whose client is an extra
+
+log = logging.getLogger(__name__)
 
 _KEY_BYTES = 128
 """Memory of a key without its value: name, object, entry of the hash table. Measured: 75 to 125 with names of 45."""
@@ -198,6 +201,10 @@ class RedisTierFactory(TierFactory):
         server = RedisServer(self._section.url.get_secret_value(), f"anabranch:{self._context.keys}:")
         self._server = opened.enter_context(server)
         server.open(needed=needed)
+        if server.problem is None:
+            with suppress(OSError):  # a server need not say
+                for _, sentence in server.check_memory(int(self._section.bytes), is_cache=not needed):
+                    log.warning("replay.redis: %s", sentence)
 
     @override
     def owns(self, file: TierRef) -> bool:

@@ -486,6 +486,15 @@ class TestStart:
                 server.open(needed=False)
                 assert "refuses rows" in str(server.problem)
 
+    @pytest.mark.parametrize("disk", [True, False])
+    def test_a_start_says_what_of_its_memory_does_not_fit(
+        self, build: Build, mortal_redis: Any, caplog: pytest.LogCaptureFixture, disk: bool
+    ) -> None:
+        mortal_redis.bound(2_100_000, "allkeys-lru")
+        build(disk=disk)
+        assert "has 2 MB, and replay.redis.bytes is 2 MB" in caplog.text
+        assert ("maxmemory-policy allkeys-lru, and holds what no other tier has" in caplog.text) is not disk
+
     def test_a_server_that_does_not_say_its_memory_refuses_no_rows(self, mortal_redis: Any) -> None:
         mortal_redis.say("ACL SETUSER default -info")
         with RedisServer(mortal_redis.url, "test:") as server:
