@@ -17,6 +17,7 @@ from rich.text import Text
 
 from anabranch.config.loader import examine_config
 from anabranch.core.errors import SettingsError
+from anabranch.core.failures import panics_are_errors
 from anabranch.doctor.artifact_checks import check_checkpoints, check_versions
 from anabranch.doctor.device_checks import check_device
 from anabranch.doctor.environment_checks import check_install, check_limits
@@ -194,8 +195,9 @@ def _within(check: Check, context: CheckContext, bugs: list[Exception]) -> Itera
 
     def run() -> None:
         try:
-            for finding in check.run(context):
-                results.put(finding)
+            with panics_are_errors():
+                for finding in check.run(context):
+                    results.put(finding)
         except Exception as exc:  # noqa: BLE001 the top of a thread: it is raised once the other checks are done
             results.put(exc)
         else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from anabranch.core.errors import DependencyError
-from anabranch.core.failures import DamagedError
+from anabranch.core.failures import DamagedError, PanicError, panics_are_errors
 from anabranch.core.files import sync_directory
 from anabranch.core.object_store.client import open_store, reason_of, without_query
 
@@ -254,10 +254,11 @@ class Bucket:
         from obstore.exceptions import BaseError
 
         try:
-            yield
+            with panics_are_errors():  # by what a store answers
+                yield
         except FileNotFoundError as exc:
             raise FileNotFoundError(f"{self.url}/{path} does not exist") from exc
-        except BaseError as exc:
+        except (BaseError, PanicError) as exc:
             raise BucketAwayError(f"{self._key}: {self.url}/{path}: {reason_of(exc, self._options)}") from exc
 
 

@@ -102,6 +102,19 @@ def test_a_store_that_is_away_is_an_os_error_without_secrets():
     assert "the-secret" not in str(caught.value)
 
 
+def test_an_answer_on_which_the_client_panics_is_an_os_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
+    class PanicException(BaseException):  # as PyO3 has it
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    bucket.write("a", b"one")
+    monkeypatch.setattr("obstore.get", panic)
+    with pytest.raises(BucketAwayError, match=r"/a: .*called `Option::unwrap\(\)` on a `None` value"):
+        bucket.read("a")
+
+
 @pytest.mark.parametrize("url", ["ftp://host/a", "nothing"])
 def test_an_url_of_no_object_store_is_one_sentence(url: str):
     with pytest.raises(SettingsError, match=r"storage\.url: .* cannot be opened: "):
