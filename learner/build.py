@@ -39,9 +39,18 @@ from learner.labels.label_join import JoinOptions
 from learner.labels.opening import label_folder, open_join
 from learner.late_labels import LateLabels
 from learner.metrics import LearnerMetrics
+from learner.model.adapter import check_trained
 from learner.model.device import Precision, check_scaling, choose_precision, compute_deterministically
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
-from learner.model.factory import build_on_device, check_model, check_task, check_training_pass, make_task, sample
+from learner.model.factory import (
+    build_on_device,
+    check_copies,
+    check_model,
+    check_task,
+    check_training_pass,
+    make_task,
+    sample,
+)
 from learner.model.float8 import use_float8
 from learner.model.rng import seed_rng
 from learner.model.task import Embeds, Task
@@ -72,6 +81,7 @@ from learner.teacher.checks import check_distil
 from learner.training.micro_batches import StepHooks
 from learner.training.out_of_memory import oom_warning
 from learner.training.trainer import Trainer
+from learner.training.trial import try_steps
 from replay.config import COMPARING, ReplaySettings
 
 _SEARCH_ROWS = 2
@@ -179,20 +189,36 @@ def build_training_setup(deployment: LearnerSpec, device: torch.device, group: i
     model = build_on_device(deployment.model, deployment.folder, device, schema)
     if precision.name == "fp8":
         model = use_float8(model, device)
-    embedding = build_embedding_source(
-        settings=deployment.model,
-        strategy=deployment.learner.strategy,
-        replay=deployment.replay,
-        model=model,
+    embedding_of = functools.partial(
+        build_embedding_source,
+        deployment.model,
+        deployment.learner.strategy,
+        deployment.replay,
         task=task,
         features=[feature.name for feature in schema.features],
     )
+    embedding = embedding_of(model)
     output_shape = check_model(model, task, schema, device)
     check_task(task, output_shape, schema.label, device)
     strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
     strategy.extend(model, deployment.model, schema, device)
+    if (adapter := deployment.model.adapter) is not None:
+        name = deployment.learner.strategy.name
+        check_trained(model, adapter, name, learns_gradient=strategy.learns_gradient)
     if strategy.learns_gradient:
         check_training_pass(model, task, schema, device, precision)
+    check_copies(model, schema, device)
+    if deployment.learner.mesh is None and deployment.learner.sharding != "fsdp":  # the whole model may not fit twice
+        try_steps(
+            model,
+            task,
+            functools.partial(build_strategy, deployment.learner.strategy, deployment.model, task),
+            schema,
+            deployment.learner,
+            device,
+            precision,
+            embedding_of,
+        )
     teaching: TeacherLoss | None = None
     if (teacher := deployment.model.teacher) is not None:
         distils = check_distil(task, deployment.model.task, output_shape, device)

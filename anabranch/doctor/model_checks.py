@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from learner.build import build_embedding_source
 from learner.config import LearnerSettings, ModelSettings
 from learner.distributed.process_group import RankAssignment, device_of
 from learner.errors import CheckpointError
+from learner.model.adapter import check_trained
 from learner.model.base_file import base_digest
 from learner.model.device import (
     Precision,
@@ -27,7 +29,14 @@ from learner.model.device import (
     driver_fault,
 )
 from learner.model.embedding import Embedding, Embeddings
-from learner.model.factory import build_on_device, check_model, check_task, check_training_pass, make_task
+from learner.model.factory import (
+    build_on_device,
+    check_copies,
+    check_model,
+    check_task,
+    check_training_pass,
+    make_task,
+)
 from learner.model.float8 import use_float8
 from learner.model.rng import seed_rng
 from learner.model.task import Task
@@ -42,6 +51,7 @@ from learner.teacher.checks import check_distil
 from learner.training.activation_checkpointing import checkpoint_activations
 from learner.training.optimizers import build_optimizer
 from learner.training.trainer import Trainer
+from learner.training.trial import try_steps
 from replay.build import check_policies
 from replay.config import ReplaySettings
 from replay.row_layout import Fields
@@ -154,9 +164,12 @@ def _try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeF
         kind = "model.strategy"
         strategy = build_strategy(learner.strategy, settings, task)
         strategy.extend(model, settings, schema, device)
+        if settings.adapter is not None:
+            check_trained(model, settings.adapter, learner.strategy.name, learns_gradient=strategy.learns_gradient)
+        kind = "model.output"
         if strategy.learns_gradient:
-            kind = "model.output"
             check_training_pass(model, task, schema, device, precision)
+        check_copies(model, schema, device)
         if settings.teacher is not None:
             check_distil(task, settings.task, shape, device)
         kept = kept_outputs(strategy, shape, taught=settings.teacher is not None)
@@ -168,9 +181,22 @@ def _try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeF
         build_optimizer(learner.optimizer, model.parameters())
         kind = "model.checkpointing"
         checkpoint_activations(model, learner.activation_checkpointing)
+        kind = "model.factory"
+        plain = learner.model_copy(update={"compile": False, "activation_checkpointing": False})
+        send(Step("taking steps on a copy of the model"))
+        names = [feature.name for feature in schema.features]
+        try_steps(
+            model,
+            task,
+            partial(build_strategy, learner.strategy, settings, task),
+            schema,
+            plain,
+            device,
+            precision,
+            partial(build_embedding_source, settings, learner.strategy, replay, task=task, features=names),
+        )
         kind = "model.strategy"
         # From here on not on the device, whose memory a running learner may use.
-        plain = learner.model_copy(update={"compile": False, "activation_checkpointing": False})
         trainer = Trainer(model.cpu(), task, strategy, schema, plain, torch.device("cpu"), _FULL, embedding)
         send(Step("restoring the newest checkpoint"))
         kind = "checkpoint.misfit"

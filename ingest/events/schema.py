@@ -61,6 +61,22 @@ class Feature:
             column[..., 1:] = encoder.padding
         return column
 
+    def different(self, rows: int) -> NDArray[Any] | None:
+        """Return a column of `rows` allowed values that differ, of integers and texts; None where it has none."""
+        first, encoder = self.filler, self.encoder
+        if encoder is not None and encoder.shape:
+            long, short = self.example(rows), self.example(rows, short=True)
+            long[1::2] = short[1::2]
+            return long
+        values = first + np.arange(rows)
+        if self.dtype.kind not in "iu" or (encoder is None and self.max is not None and first + rows - 1 > self.max):
+            return None
+        if encoder is not None:
+            values %= encoder.size
+        column = np.empty((rows, *self.column_shape), self.dtype)
+        column[:] = values.reshape(-1, *[1] * (column.ndim - 1))
+        return column
+
     @property
     def allowed(self) -> str:
         """The values between `min` and `max`, or the times, in words."""

@@ -58,6 +58,24 @@ def apply_adapter(model: nn.Module, settings: AdapterSettings) -> nn.Module:
     return model
 
 
+def check_trained(model: nn.Module, settings: AdapterSettings, strategy: str, *, learns_gradient: bool) -> None:
+    """Check, once the strategy has added its part to the model, that what `[model.adapter]` names is trained.
+
+    Raises:
+        ModelError: the strategy takes no gradient, or has frozen it.
+    """
+    weights = dict(model.named_parameters())
+    groups = {"targets": [weight for name, weight in weights.items() if ".lora_" in name]}
+    for part in settings.train:
+        groups[f"train = {part!r}"] = [weight for name, weight in weights.items() if name.startswith(f"{part}.")]
+    for key, found in groups.items():
+        if not learns_gradient or not any(weight.requires_grad for weight in found):
+            raise ModelError(
+                f'learner.strategy = "{strategy}" trains nothing of what model.adapter.{key} names, since it keeps the '
+                'model as it was built: take [model.adapter] out, or take the strategy "er"'
+            )
+
+
 def adapter_scale(model: nn.Module) -> float | None:
     """Return the factor of a model's adapters, `alpha / rank`, which no tensor has; None where it has no adapter."""
     scales = (getattr(module, "scaling", None) for module in model.modules())

@@ -23,9 +23,17 @@ from learner.config import ModelSettings
 from learner.errors import ModelError
 from learner.model.adapter import apply_adapter
 from learner.model.device import Precision
-from learner.model.features.learned import attach_features
+from learner.model.features.learned import attach_features, features_of
+from learner.model.rng import GeneratorStates
 from learner.model.task import METHODS, TASKS, Task
-from learner.model.trained_set import base_parameters, check_views, decide_trained_set, load_trained, trained_state
+from learner.model.trained_set import (
+    base_parameters,
+    check_views,
+    copy_sharing_base,
+    decide_trained_set,
+    load_trained,
+    trained_state,
+)
 from learner.sections.adapter import AdapterSettings
 
 _OTHERS = (
@@ -34,11 +42,17 @@ _OTHERS = (
     *(f"{Path(str(module.__file__)).parent}/" for module in (torch, importlib)),
 )
 """Path prefixes of frames that are not the user's: ours, torch's and those of the import system."""
+_COMPILED = "_orig_mod"
+"""The submodule of a module that `torch.compile` returns."""
 FOLDER = "config_folder"
 """The parameter of a factory that gets the config's folder."""
 _GETS_COPIES = ("loss", "score", "distil")
+_LONGEST = 500
+"""Characters of an error that are repeated: some of torch have thousands."""
 _CHECK_ROWS = 3
 """Events of the check at start: more than one, so that an output without the batch dimension is noticed."""
+_ROUNDING, _COARSE_ROUNDING = 1e-3, 5e-2
+"""Of the largest number of an output: what rounding may change, on a CPU in float32, and elsewhere."""
 
 
 def build_model(
@@ -62,6 +76,7 @@ def build_model(
         ) from exc
     if not isinstance(model, nn.Module):
         raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
+    check_uncompiled(factory, model)
     lazy = next((name for name, value in _weights(model) if is_lazy(value)), None)
     if lazy is not None:
         raise ModelError(
@@ -71,6 +86,56 @@ def build_model(
     if adapter is not None:
         model = apply_adapter(model, adapter)
     return model
+
+
+def check_uncompiled(factory: str, model: nn.Module) -> None:
+    """Raise ModelError where `torch.compile` has wrapped a model or one of its modules."""
+    wrapped = next((name for name, module in model.named_modules() if _COMPILED in module._modules), None)
+    if wrapped is not None:
+        which = f"its module {wrapped}" if wrapped else "what it returns"
+        raise ModelError(
+            f'model.factory = "{factory}": {which} is wrapped by torch.compile, and its weights have other names than '
+            "those of copies and exports: return it as it is, and set learner.compile = true"
+        )
+
+
+def keep_evaluation(model: nn.Module) -> None:
+    """Let modules stay in evaluation mode that the factory has put there, such as the batch norm of a frozen backbone.
+
+    A model that is in evaluation mode as a whole, as libraries return theirs, is trained as a whole.
+    """
+    if not model.training:
+        model.train()
+        return
+    for module in model.modules():
+        if not module.training:
+            vars(module)["train"] = functools.partial(_stay, module)
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001 as Module.train
+    return type(module).train(module, False)
+
+
+def separate_buffers(model: nn.Module) -> None:
+    """Give each buffer memory for all its numbers, where `expand` has made it: numbers that share one cannot be set.
+
+    Raises:
+        ModelError: a parameter has such memory.
+    """
+    for path, module in model.named_modules():
+        for name, value in module._parameters.items():
+            if value is not None and _overlaps(value):
+                raise ModelError(
+                    f"model.factory: the parameter {f'{path}.{name}'.lstrip('.')} {list(value.shape)} has memory for "
+                    "fewer numbers, as expand makes it; call contiguous() before nn.Parameter"
+                )
+        for name, value in module._buffers.items():
+            if value is not None and _overlaps(value):
+                module._buffers[name] = value.contiguous()
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
 def _with_folder(build: Callable[..., object], args: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -93,6 +158,8 @@ def build_on_device(
         ModelError: as `build_model` and `attach_features`, or an attribute is a view of a frozen weight.
     """
     model = build_model(settings.factory, settings.args, folder, settings.adapter)
+    keep_evaluation(model)
+    separate_buffers(model)
     if schema is not None:
         attach_features(model, schema, device)
     model = model.to(device)
@@ -163,7 +230,8 @@ def run_on(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
 def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> tuple[int, ...]:
     """Run the model on a few all-zero events, and return the shape of its output for one event.
 
-    The model runs in evaluation and in training mode. Its mode and state are unchanged afterwards.
+    The model runs in evaluation and in training mode, and as serving runs it: on a single event too, whose output has
+    to be the same as among others. Its mode and state are unchanged afterwards.
 
     Raises:
         ModelError: it fails, its output does not fit, or it writes to a frozen parameter.
@@ -183,15 +251,168 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
                 f"model.factory: the forward pass changes the frozen parameter {changed}, and versions and checkpoints "
                 "would not have its new values: make it a buffer, with register_buffer"
             )
+        check_rows(model.eval(), task, schema, device)
         return tuple(output.shape[1:])
     except ModelError:
         raise
     except Exception as exc:  # the user's own code may raise anything
-        shapes = ", ".join(f"{one.name} {[_CHECK_ROWS, *one.shape]} torch.{one.dtype}" for one in schema.features)
-        raise ModelError(f"model.factory: the model fails on {shapes}: {in_one_line(exc)}") from exc
+        given = _inputs(model, sample(schema, _CHECK_ROWS, device))
+        raise ModelError(f"model.factory: the model fails on {given}: {in_one_line(exc)}") from exc
     finally:
         model.train(was_training)
+        _restore(model, before)
+
+
+def _inputs(model: nn.Module, features: Mapping[str, Tensor]) -> str:
+    """Describe what `forward` gets for features: their shapes once `[schema]` has transformed them."""
+    learned = features_of(model)
+    with torch.no_grad():
+        inputs = features if learned is None else learned.transform(features)
+    return ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in inputs.items())
+
+
+def _restore(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Restore the state before a check; raises ModelError where passes give tensors another shape."""
+    try:
         load_trained(model, before)
+    except RuntimeError as exc:
+        if out_of_memory(exc) or device_lost(exc):
+            raise
+        raise ModelError(
+            "model.factory: the forward pass changes buffers in a way that cannot be undone, such as to another shape, "
+            f"and versions and checkpoints have one shape: {in_one_line(exc)}"
+        ) from exc
+
+
+def check_rows(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> None:
+    """Run the model, in evaluation mode, on a single event, and on different events alone and together.
+
+    Raises:
+        ModelError: it fails on one event, or an event's output depends on the others of its batch.
+    """
+    with torch.no_grad():
+        one = sample(schema, 1, device)
+        try:
+            output = forward(model, one)
+        except Exception as exc:  # the user's own code may raise anything
+            if out_of_memory(exc) or device_lost(exc):
+                raise
+            raise ModelError(
+                f"model.factory: the model fails on a single event, {_inputs(model, one)}: {in_one_line(exc)}"
+            ) from exc
+        try:
+            task.check(output, schema.label, 1)
+        except ModelError as exc:
+            raise ModelError(f"{exc}; squeeze() without a dimension removes that of a single event too") from exc
+        features = varied(model, schema, device)
+        together = forward(model, features)
+        if not _same(together, forward(model, features)):
+            return  # it uses random numbers
+        alone = torch.cat([forward(model, _row(features, row)) for row in range(_CHECK_ROWS)])
+    if not _same(together, alone):
+        largest = (together.double() - alone.double()).abs().max().item()
+        raise ModelError(
+            "model.factory: an event's output depends on the other events of its batch: alone and among "
+            f"{_CHECK_ROWS} different ones it differs by up to {largest:.3g}, and which requests are answered together "
+            "is chance. Compute no statistics over the events in evaluation mode; attention and recurrent layers need "
+            "batch_first = True"
+        )
+
+
+def _row(features: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    return {name: value[row : row + 1] for name, value in features.items()}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether outputs are the same up to rounding: kernels for more rows add in another order."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return torch.equal(one, other)
+    exact = one.is_cpu and one.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+    tolerance = _ROUNDING if exact else _COARSE_ROUNDING
+    largest = one.detach().double().abs().nan_to_num(0.0, 0.0).max().item() if one.numel() else 0.0
+    return torch.allclose(one.double(), other.double(), rtol=0.0, atol=tolerance * largest + 1e-7, equal_nan=True)
+
+
+def varied(model: nn.Module, schema: Schema, device: torch.device) -> dict[str, Tensor]:
+    """Return features of a few events that differ, where the model takes them; it is in evaluation mode."""
+    features = made_up_features(schema, device)
+    integers = {
+        feature.name: torch.from_numpy(values).to(device)
+        for feature in schema.features
+        if (values := feature.different(_CHECK_ROWS)) is not None
+    }
+    for candidate in ({**features, **integers}, features):
+        try:
+            with torch.no_grad():
+                forward(model, candidate)
+        except Exception as exc:
+            if out_of_memory(exc) or device_lost(exc):
+                raise
+        else:
+            return candidate
+    return sample(schema, _CHECK_ROWS, device)
+
+
+def made_up_features(schema: Schema, device: torch.device) -> dict[str, Tensor]:
+    """Return features of a few made-up events, of which those of floating point differ."""
+    generator = torch.Generator().manual_seed(0)
+    features = {}
+    for feature in schema.features:
+        values = torch.from_numpy(feature.example(_CHECK_ROWS))
+        if values.is_floating_point():
+            values = torch.randn(values.shape, generator=generator).to(values.dtype)
+            if feature.min is not None or feature.max is not None:
+                values = values.clamp(feature.min, feature.max)
+        features[feature.name] = values.to(device)
+    return features
+
+
+def check_copies(model: nn.Module, schema: Schema, device: torch.device) -> None:
+    """Copy the model, as gate, checkpoints and serving do, and compare what both compute with other weights.
+
+    Call it after a pass: it may have left something on the model that cannot be copied.
+
+    Raises:
+        ModelError: it cannot be copied, or the copy computes with weights of the original.
+    """
+    try:
+        copied = copy_sharing_base(model)
+    except Exception as exc:  # the user's own code may raise anything
+        if out_of_memory(exc) or device_lost(exc):
+            raise
+        raise ModelError(
+            f"model.factory: the model cannot be copied, which gate and serving do: {in_one_line(exc)}; open such "
+            "objects in forward, or give their class a __deepcopy__"
+        ) from exc
+    generators, was_training = GeneratorStates(device), model.training
+    before = {name: value.clone() for name, value in trained_state(model).items()}
+    learned = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad}
+    other = {name: value * 1.1 + 0.01 if name in learned else value for name, value in before.items()}
+    try:
+        features, outputs = varied(model.eval(), schema, device), list[Tensor]()
+        for module in (model, model, copied):
+            load_trained(model, before)
+            load_trained(module.eval(), other)
+            torch.clear_autocast_cache()  # it has the weights of before
+            generators.restore()
+            with torch.no_grad():
+                outputs.append(forward(module, features))
+    except Exception as exc:  # the user's own code may raise anything
+        if out_of_memory(exc) or device_lost(exc):
+            raise
+        raise ModelError(f"model.factory: a copy of the model, with other weights, fails: {in_one_line(exc)}") from exc
+    finally:
+        model.train(was_training)
+        _restore(model, before)
+        torch.clear_autocast_cache()
+        generators.restore()
+    expected, again, found = outputs
+    if _same(expected, again) and not _same(expected, found):
+        raise ModelError(
+            "model.factory: a copy of the model computes with weights of the original, so that versions would not be "
+            "scored by their own: an attribute is a function that keeps a module or a tensor of the model, such as "
+            "model.forward = lambda ...; define a method of a class in its place"
+        )
 
 
 def check_training_pass(
@@ -227,7 +448,7 @@ def check_training_pass(
         raise ModelError(f"{what} fails in training, {_arithmetic(precision)}: {in_one_line(exc)}") from exc
     finally:
         model.train(was_training)
-        load_trained(model, before)
+        _restore(model, before)
         for weight, gradient in gradients.items():
             weight.grad = gradient
 
@@ -360,4 +581,7 @@ def in_one_line(error: BaseException) -> str:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     users = [(name, line) for name, line in frames if not name.startswith(_OTHERS)]
     location = " ({}, line {})".format(*users[-1]) if users else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{location}"
+    message = " ".join(str(error).split())
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]} ..."
+    return f"{type(error).__name__}: {message}{location}"

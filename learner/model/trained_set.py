@@ -75,9 +75,19 @@ def load_trained(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return what `copy.deepcopy(module, memo)` does, also of a module that a pass has left tensors with a graph on.
+
+    `torch.nn.utils.weight_norm` does: it computes a weight in each pass, which the copy gets without its graph.
+    """
+    computed = {id(tensor): tensor for tensor in bound_tensors(module) if not tensor.is_leaf}
+    memo |= {key: tensor.detach().clone() for key, tensor in computed.items() if key not in memo}
+    return copy.deepcopy(module, memo)
+
+
 def copy_sharing_base(module: nn.Module) -> nn.Module:
     """Return a deep copy that has the same frozen parameters as the module, not copies of them."""
-    return copy.deepcopy(module, {id(value): value for value in base_parameters(module).values()})
+    return deep_copy(module, {id(value): value for value in base_parameters(module).values()})
 
 
 def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -96,7 +106,7 @@ def without_base(module: nn.Module) -> nn.Module:
     empty = {
         id(value): nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False) for value in base.values()
     }
-    return copy.deepcopy(module, dict[int, Any](empty)) if base else module
+    return deep_copy(module, dict[int, Any](empty)) if base else module
 
 
 def check_views(module: nn.Module) -> None:
@@ -154,7 +164,7 @@ def with_base(module: nn.Module, tensors: Mapping[str, Tensor], device: torch.de
             bound[id(parameter)] = nn.Parameter(moved, requires_grad=False)
         elif not torch.equal(value, own.cpu()):
             raise RuntimeError(f"{name} of the frozen weights is not the model's: it is no parameter, and not loaded")
-    return copy.deepcopy(module, bound)
+    return deep_copy(module, dict[int, Any](bound))
 
 
 def without(tensors: Mapping[str, Tensor], base: Iterable[str]) -> dict[str, Tensor]:

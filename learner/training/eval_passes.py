@@ -5,7 +5,6 @@ from functools import partial, reduce
 import torch
 from torch import Tensor, nn
 
-from ingest.events.schema import Schema
 from learner.model.factory import forward
 from learner.model.faulty_events import error_of, may_be_of_events, raising
 from learner.model.rng import restore_rng, rng_tensors, rng_values
@@ -14,8 +13,6 @@ from learner.strategies.examples import Examples, Tensors
 from learner.training.micro_batches import LaunchContext
 from learner.training.passes import Passes
 from learner.training.step_snapshot import StepSnapshot
-
-_PROBES = 3
 
 
 class OldEventScores:
@@ -83,15 +80,3 @@ def evaluated(model: nn.Module, features: Tensors, device: torch.device) -> Tens
             return forward(model, features)
     finally:
         restore_rng(*states, device)
-
-
-def made_up_features(schema: Schema, device: torch.device) -> dict[str, Tensor]:
-    """Return features of a few made-up events, which differ where their dtype allows."""
-    generator = torch.Generator().manual_seed(0)
-    features = {}
-    for feature in schema.features:
-        values = torch.from_numpy(feature.example(_PROBES))
-        if values.is_floating_point():
-            values = torch.randn(values.shape, generator=generator).to(values.dtype)
-        features[feature.name] = values.to(device)
-    return features

@@ -20,7 +20,7 @@ from learner.device_memory.host_staging import HostStaging
 from learner.errors import RankTooLargeError
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings
-from learner.model.factory import forward, sample
+from learner.model.factory import forward, made_up_features, sample
 from learner.model.faulty_events import may_be_of_events
 from learner.model.features.intercept import residual_of
 from learner.model.features.learned import Columns, features_of
@@ -33,7 +33,7 @@ from learner.strategies.examples import TEACHER, Examples, Tensors, pad_single
 from learner.strategies.teacher_loss import TeacherLoss
 from learner.training.activation_checkpointing import checkpoint_activations
 from learner.training.compile import compiled
-from learner.training.eval_passes import OldEventScores, evaluated, made_up_features
+from learner.training.eval_passes import OldEventScores, evaluated
 from learner.training.host_to_device import Transfer
 from learner.training.micro_batches import StepHooks
 from learner.training.optimizer_step import OptimizerStep

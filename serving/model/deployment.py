@@ -18,7 +18,7 @@ from learner.config import ModelSettings, StrategySettings
 from learner.errors import VersionError
 from learner.model.device import driver_fault
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
-from learner.model.factory import build_on_device, check_model, make_task
+from learner.model.factory import build_on_device, check_copies, check_model, make_task
 from learner.model.task import Embeds, Task
 from learner.model.trained_set import base_names, copy_sharing_base, with_base, without_base
 from learner.object_storage.config import StorageSettings
@@ -128,6 +128,7 @@ class Deployment:
         with self.autocast():
             shape = check_model(module, self.task, self.schema, self.device)
             build_strategy(self.strategy, self.model, self.task).extend(module, self.model, self.schema, self.device)
+            check_copies(module, self.schema, self.device)
         self.embedding_of(copy_sharing_base(module))
         return ModelTemplate(without_base(module.cpu().eval().requires_grad_(False)), shape)
 

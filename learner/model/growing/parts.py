@@ -8,7 +8,6 @@ Legend: B events, C classes, D dimensions of an embedding, E parts, F frozen one
 """
 
 import abc
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from learner.errors import ModelError
 from learner.model.growing.router import Chosen, Route, Router, fixed
-from learner.model.trained_set import freeze
+from learner.model.trained_set import deep_copy, freeze
 
 POOL = "expert_pool"
 """The name of the submodule."""
@@ -213,7 +212,7 @@ def grown(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
         return model
     own = {id(tensor) for tensor in pool.parameters()}
     tensors = [*model.parameters(), *model.buffers()]
-    other = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors if id(tensor) not in own})
+    other = deep_copy(model, {id(tensor): tensor for tensor in tensors if id(tensor) not in own})
     grow(other, weights)
     return other
 

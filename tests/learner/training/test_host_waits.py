@@ -43,7 +43,6 @@ ALLOWED = {
     "learner/training/optimizer_step.py": {"clip: item": "on a CPU alone"},
     "learner/training/eval_passes.py": {
         "__call__: tolist": "of steps that score old events",
-        "made_up_features: to": "before the first step",
     },
     "learner/training/trainer.py": {
         "learn_features: to": "where rows of a learned vocabulary start again: host memory to the device, in order",
