@@ -54,7 +54,7 @@ class ParquetRows(RowTables):
             file,
             metadata=self._file.metadata,
             buffer_size=_BUFFER_BYTES,
-            read_dictionary=[leaf for leaf in leaves if leaf.partition(".")[0] in self._texts],
+            read_dictionary=[leaf for leaf in leaves if _name_of(leaf, self._texts) is not None],
         )
         """The same file; texts stay in the dictionary that they are stored in."""
         metadata = self._file.metadata
@@ -98,14 +98,15 @@ class ParquetRows(RowTables):
         found = self._file.metadata.row_group(group)
         for index in range(found.num_columns):
             column = found.column(index)
-            name = column.path_in_schema.partition(".")[0]
-            if name not in columns or name not in self._texts or not column.has_dictionary_page:
+            name = _name_of(column.path_in_schema, [name for name in self._texts if name in columns])
+            if name is None or not column.has_dictionary_page:
                 continue
             first = next(self._coded.iter_batches(1, row_groups=[group], columns=[name])).column(0)
             while not types.is_dictionary(first.type):
                 first = first.values
             lengths = pc.binary_length(first.dictionary)
-            values = min(self._chunk_rows, found.num_rows) if "." not in column.path_in_schema else column.num_values
+            is_flat = column.path_in_schema == name
+            values = min(self._chunk_rows, found.num_rows) if is_flat else column.num_values
             if not len(lengths) or (pc.max(lengths).as_py() or 0) * values > _EXPANDED_BYTES:
                 return True
         return False
@@ -116,9 +117,9 @@ class ParquetRows(RowTables):
         largest = 1
         for index in range(found.num_columns):
             column = found.column(index)
-            if column.path_in_schema.partition(".")[0] in columns:
+            if _name_of(column.path_in_schema, columns) is not None:
                 largest = max(largest, column.total_uncompressed_size, _NUMBER_BYTES * column.num_values)
-        return max(1, min(self._chunk_rows, _BATCH_BYTES * max(1, found.num_rows) // largest))
+        return max(1, min(self._chunk_rows, int(_BATCH_BYTES * max(1, found.num_rows) // largest)))
 
     def _pieces(self, table: Any) -> Iterator[Any]:
         """Yield the rows of a table in tables of few bytes, with the types of the file."""
@@ -169,6 +170,11 @@ class ParquetRows(RowTables):
         self._coded.close()
 
 
+def _name_of(path: str, names: Sequence[str]) -> str | None:
+    """Return which column a leaf of the file's schema belongs to; names may have dots, as paths of lists do."""
+    return next((name for name in names if path == name or path.startswith(f"{name}.")), None)
+
+
 def _has_texts(kind: Any) -> bool:
     """Return whether values of an Arrow type are texts, or lists of them, that are not in a dictionary."""
     while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -192,5 +198,5 @@ def _bytes_of(array: Any) -> NDArray[np.float64]:
         inner = np.concatenate([[0.0], np.cumsum(_bytes_of(array.flatten()))])
         counts = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
         ends = np.cumsum(counts)
-        return inner[ends] - inner[ends - counts]
+        return np.asarray(inner[ends] - inner[ends - counts])
     return np.full(len(array), float(_NUMBER_BYTES))

@@ -135,7 +135,7 @@ class _Counter:
         base = self._bases.get(id(schema), "")
         uri, fragment = urldefrag(str(reference))
         uri = urljoin(base, uri) if uri else base
-        found = self._resources.get(uri, self._resources.get(uri.lstrip("/")))
+        found: Any = self._resources.get(uri, self._resources.get(uri.lstrip("/")))
         if found is None:
             raise ValueError(f"it refers to {str(reference)[:_LONGEST_REFERENCE]}, which is in none of its documents")
         if fragment and not fragment.startswith("/"):

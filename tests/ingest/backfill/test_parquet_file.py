@@ -26,12 +26,12 @@ def same_text(text: str, rows: int = ROWS) -> Any:
 
 @pytest.mark.parametrize("has_arrow_schema", [True, False])
 def test_a_text_that_is_stored_once_for_all_rows_takes_little_memory(has_arrow_schema: bool) -> None:
-    table = pa.table({"s": same_text("x" * 60_000), "y": np.arange(ROWS)})
+    table = pa.table({"a.s": same_text("x" * 60_000), "y": np.arange(ROWS)})
     rows = written(table, store_schema=has_arrow_schema)
     before, most, seen = pa.total_allocated_bytes(), 0, 0
-    for part in rows.tables(["s", "y"], 10):
+    for part in rows.tables(["a.s", "y"], 10):
         assert part.table.column("y")[0].as_py() == part.row == seen + 10
-        assert part.table.schema.field("s").type == rows.schema.field("s").type
+        assert part.table.schema.field("a.s").type == rows.schema.field("a.s").type
         seen += part.table.num_rows
         most = max(most, pa.total_allocated_bytes() - before)
         if seen > 10_000:
