@@ -1,7 +1,5 @@
 """The events that wait for a label: a table and indexes in memory, and the payload in a file.
 
-In memory an event takes at most 64 bytes.
-
 Legend: n events of a call, H events of a checkpoint, R bytes of a row.
 """
 
@@ -32,6 +30,10 @@ def row_fields(schema: Schema, output_shape: tuple[int, ...]) -> Fields:
     """Return the columns of a row."""
     identity = {name: (IDENTITY_COLUMNS[name], ()) for name in _IN_ROW}
     return {**schema.payload(), **identity, PREDICTION: (np.dtype(np.float32), output_shape)}
+
+
+EVENT_BYTES = 64
+"""Memory of an event, at most."""
 
 
 class WaitingEvents:

@@ -14,10 +14,12 @@ import numpy as np
 from typing_extensions import override
 
 from anabranch.core.atomic_files import write_durably
+from anabranch.core.failures import DamagedError
 from anabranch.core.files import sync_directory
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError, ReplacedError
 from anabranch.core.temporary_files import temporary_folder
 from ingest.events.identity import base_of
+from learner.errors import StorageError
 from learner.object_storage.lease import Lease
 from replay.erasure.erased_events import ByRange, ErasedEvents, Record
 from replay.erasure.erasure_log import NAME, ErasureLog
@@ -25,6 +27,8 @@ from replay.erasure.log_file import SECRET_BYTES, SECRET_FILE, Applied
 
 ERASURES = "erasures"
 """Path of the object."""
+_MOST_BYTES = 1 << 30
+"""Of the object: 10 million packed records have less."""
 _LEAST_SECONDS, _SHARE = 0.5, 10
 """Between two uploads: a stream of tombstones changes the log with each batch. They take 1 / `_SHARE` of the time."""
 _ATTEMPTS = 10
@@ -105,7 +109,8 @@ class ErasureUpload:
     def _merge(self, content: bytes) -> None:
         """Append the records to the log that only the object has, and set its tag."""
         try:
-            there, self._tag = self._bucket.read_tagged(ERASURES)
+            with _bounded(self._bucket):
+                there, self._tag = self._bucket.read_tagged(ERASURES, _MOST_BYTES)
         except FileNotFoundError:
             self._tag = None
             return
@@ -133,7 +138,8 @@ def fetch_erasures(bucket: Bucket, state_dir: Path) -> bool:
         OSError: the state directory cannot be written.
     """
     try:
-        there = bucket.read(ERASURES)
+        with _bounded(bucket):
+            there = bucket.read(ERASURES, _MOST_BYTES)
     except FileNotFoundError:
         return False
     if (stored_erasures(state_dir) or b"").startswith(there):
@@ -156,6 +162,15 @@ def stored_erasures(state_dir: Path) -> bytes | None:
         return None
     content = content[: content.rfind(b"\n") + 1]
     return (state_dir / SECRET_FILE).read_bytes() + content if content else None
+
+
+@contextlib.contextmanager
+def _bounded(bucket: Bucket) -> Iterator[None]:
+    """Turn the error about an object that is too long; FileNotFoundError passes."""
+    try:
+        yield
+    except DamagedError as exc:
+        raise StorageError(f"{bucket.url}/{ERASURES} cannot be used: {exc}") from exc
 
 
 @contextlib.contextmanager

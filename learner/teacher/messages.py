@@ -108,7 +108,7 @@ def fitting(metadata: ModelMetadata, arrays: Mapping[str, Array]) -> tuple[NDArr
         fits = _is_kept(array, _DTYPES[metadata.datatypes[name]])
         if not fits.all():
             fits_N &= fits.reshape(len(array), -1).all(axis=1)
-            misfit = (
+            misfit = misfit or (
                 f"takes {metadata.datatypes[name]} for {name!r}, which has no {array[~fits].flat[0]}: bound "
                 f"schema.features.{name} by min and max, or leave it out of model.teacher.features"
             )

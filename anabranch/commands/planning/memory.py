@@ -3,13 +3,23 @@
 from anabranch.commands.planning.constants import Constants
 from anabranch.commands.planning.ledger_of import learner_tensors, serving_tensors
 from anabranch.commands.planning.lines import Line, PlanSection, size, summed
-from anabranch.commands.planning.store_size import COPIES_SAVED, ENTRY_BYTES, EVENT_BYTES, SLOT_BYTES, PlannedStore
+from anabranch.commands.planning.store_size import (
+    COPIES_SAVED,
+    ENTRY_BYTES,
+    EVENT_BYTES,
+    SLOT_BYTES,
+    PlannedStore,
+    schema_row_bytes,
+)
 from anabranch.config.model import Pipeline
 from ingest.events.block import BlockLayout
 from ingest.events.schema import Schema
+from ingest.label_stream_settings import LabelStreamSettings
 from ingest.transport.shared_ring import ring_bytes
 from learner.device_memory.ledger import CONTEXT_BYTES
+from learner.labels.waiting_events import EVENT_BYTES as WAITING_EVENT_BYTES
 from replay.checkpoint.segments import most_events
+from replay.tiers.disk import DiskTier
 
 TOTAL = "total"
 
@@ -25,6 +35,8 @@ def host_memory(pipeline: Pipeline, constants: Constants, store: PlannedStore | 
         lines.append(Line("table of events", store.table_bytes, "bytes", formula))
         if not pipeline.replay.slower:
             lines.append(_checkpoint_buffers(store, added))
+    if pipeline.stream.labels is not None:
+        lines.append(_waiting(pipeline.stream.labels, pipeline, constants))
     lines += [
         Line("learner's programs and buffers", constants.learner_bytes, "bytes", _measured(constants)),
         Line("ingest process", constants.ingest_bytes, "bytes", _measured(constants)),
@@ -93,6 +105,14 @@ def _checkpoint_buffers(store: PlannedStore, added: float) -> Line:
     each = ENTRY_BYTES + store.row_bytes
     formula = f"{COPIES_SAVED} x ({new:,} new events + {merged:,} of merged segments) x {each:,} B"
     return Line("buffers of checkpoints", COPIES_SAVED * (new + merged) * each, "bytes", formula)
+
+
+def _waiting(labels: LabelStreamSettings, pipeline: Pipeline, constants: Constants) -> Line:
+    """Return the table of the events that wait for labels, whose payload is on the disk, when it is full."""
+    row = constants.row_bytes or schema_row_bytes(Schema(pipeline.events, labels))
+    slots = DiskTier.slots_in(int(labels.bytes), row)
+    formula = f"{slots:,} events in stream.labels.bytes x {WAITING_EVENT_BYTES} B; labels that are kept come on top"
+    return Line("table of events that wait for labels", slots * WAITING_EVENT_BYTES, "bytes", formula)
 
 
 def _ring(pipeline: Pipeline) -> Line:

@@ -36,6 +36,7 @@ from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 from replay.checkpoint.segments import most_events
+from replay.tiers.disk import DiskTier
 
 GIGABYTE = 10**9
 MODEL = "import torch\n\ndef build():\n    return torch.nn.Linear(4, 3)\n"
@@ -120,6 +121,16 @@ def test_a_total_is_the_sum_of_its_lines_and_every_line_has_a_formula(tmp_path: 
     assert all(line.formula for line in lines)
     years = plan.sections["later day"]["life of the drive"].value
     assert years == pytest.approx(600e12 / (plan.sections["later day"].value("total") or 0.0) / 365)
+
+
+def test_events_that_wait_for_labels_take_memory_besides_their_payload(tmp_path: Path) -> None:
+    name = "table of events that wait for labels"
+    assert name not in [line.name for line in plan_of(tmp_path).sections["memory"].lines]
+    more = '[schema.key]\nname = "id"\n[stream.labels]\ntopics = ["labels"]\nwait = "1h"\nbytes = "1GB"\n'
+    memory = plan_of(tmp_path, more).sections["memory"]
+    slots = DiskTier.slots_in(GIGABYTE, 1_024)
+    assert memory.value(name) == 64 * slots > 50_000_000
+    assert memory.value("total") == pytest.approx(sum(line.value or 0.0 for line in memory.lines[:-1]))
 
 
 @pytest.mark.slow

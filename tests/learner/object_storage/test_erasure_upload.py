@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.core.object_store.bucket import Bucket
-from learner.errors import SecondLearnerError
+from learner.errors import SecondLearnerError, StorageError
 from learner.object_storage.erasure_upload import ERASURES, ErasureUpload, fetch_erasures, stored_erasures
 from learner.object_storage.lease import Lease
 from replay.erasure.erased_events import ByKey, ByRange
@@ -200,3 +200,15 @@ def test_a_log_that_was_deleted_is_uploaded_again(host: Callable[[str], Host]):
     a.upload._due = 0.0
     assert a.upload.advance()
     assert host("b").erased() == [1, 2]
+
+
+def test_an_object_that_no_learner_has_written_is_not_read_whole(
+    host: Callable[[str], Host], monkeypatch: pytest.MonkeyPatch
+):
+    a, b = host("a"), host("b")
+    a.start()
+    a.erase(1)
+    a.upload.advance()
+    monkeypatch.setattr("learner.object_storage.erasure_upload._MOST_BYTES", 64)
+    with pytest.raises(StorageError, match=r"erasures cannot be used: .* and at most 64 are read"):
+        b.start()
