@@ -474,6 +474,40 @@ def test_calls_whose_message_never_ends_are_bounded_in_time_and_number_and_healt
 
 
 @pytest.mark.slow
+def test_cancelled_and_refused_calls_leave_their_places_and_bytes(
+    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    monkeypatch.setattr("serving.grpc.calls._MOST_CALLS", 2)
+    large = infer(np.ones((4000, 4), np.float32)).SerializeToString()
+    with (
+        served(publisher, grpc_port=0, max_body_bytes=70_000, max_held_bytes=140_000) as server,
+        grpc.insecure_channel(address_of(server)) as channel,
+    ):
+        call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        module = sys.modules[publisher.deployment.model.factory.partition(":")[0]]
+        try:
+            for _ in range(4):
+                module.running.clear()
+                module.go_on.clear()
+                waiting = call.future(large, timeout=60)
+                assert module.running.wait(60)
+                waiting.cancel()
+                module.go_on.set()
+                with pytest.raises(grpc.RpcError, match="no ModelInferRequest"):
+                    call(b"\xff\xff", timeout=60)
+        finally:
+            module.go_on.set()
+
+        def both_fit() -> bool:
+            calls = [call.future(large, timeout=60) for _ in range(2)]
+            return all(each.exception(60) is None for each in calls)
+
+        wait_until(both_fit)
+
+
+@pytest.mark.slow
 def test_a_message_that_is_slow_makes_room_for_those_that_wait(
     deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
