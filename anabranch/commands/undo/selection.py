@@ -1,15 +1,21 @@
 """Which events an undo is for: ranges of offsets, a time, a key, or a header of their producer."""
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+
+import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.commands.erase import range_of
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
+from ingest.backfill.files import DISORDER
 from ingest.events.identity import partition_name
 from ingest.events.partition import TopicPartition
+from ingest.kafka.client import Messages
 from ingest.search.stream_search import Matches, Progress, StreamSearch, with_header, with_key
 from learner.state_dir.report import PartitionReport
 from learner.state_dir.undo_file import OffsetRanges, ranges_of
@@ -73,17 +79,18 @@ def select(
             pairs.setdefault(each.partition, []).append((each.first, each.last))
         return ranges_of(_within(pairs, known))
     search = connected()
-    begins, ends = _window(selection, known, search)
-    if not (selection.keys or selection.producers):
-        return ranges_of({name: [(begin, ends[name] - 1)] for name, begin in begins.items() if begin < ends[name]})
-    by_name = {_named(name, known): name for name in search.partitions}
-    found = search.matching(
-        {by_name[name]: begin for name, begin in begins.items()},
-        {by_name[name]: end for name, end in ends.items()},
-        _any_of(config, selection),
-        progress,
-    )
-    return ranges_of({_named(name, known): [(each, each) for each in offsets] for name, offsets in found.items()})
+    window = _window(selection, known, search)
+    matches = _within_times(selection)
+    wanted = [matches, *([_any_of(config, selection)] if selection.keys or selection.producers else [])]
+    edges = window.edges if len(wanted) == 1 else [(window.begins, window.ends)]
+    chosen = {name: [(begin, end - 1)] for name, (begin, end) in window.certain.items()} if len(wanted) == 1 else {}
+    for begins, ends in edges:
+        found = search.matching(
+            begins, ends, lambda each: np.logical_and.reduce([one(each) for one in wanted]), progress
+        )
+        for name, offsets in found.items():
+            chosen.setdefault(name, []).extend((each, each) for each in offsets)
+    return ranges_of({_named(name, known): own for name, own in chosen.items()})
 
 
 def moment_of(option: str, text: str) -> datetime:
@@ -95,20 +102,54 @@ def moment_of(option: str, text: str) -> datetime:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def _window(selection: Selection, known: Known, search: StreamSearch) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the first offset, and the one after the last, of each partition within the times."""
-    begins, ends = dict(search.log_starts), dict(search.log_ends)
-    if selection.since:
-        since = search.offsets_at(moment_of("--since", selection.since))
-        begins = {name: max(begin, since[name]) for name, begin in begins.items()}
-    if selection.until:
-        until = search.offsets_at(moment_of("--until", selection.until))
-        ends = {name: min(end, until[name]) for name, end in ends.items()}
+@dataclass(frozen=True)
+class _Window:
+    """Where messages within the times are, by partition: a record may be some minutes later than others before it.
+
+    Attributes:
+        begins: the first offset that may have one.
+        ends: the offset after the last that may.
+        certain: the first offset, and the one after the last, between which all have such times; none are left out.
+    """
+
+    begins: Mapping[TopicPartition, int]
+    ends: Mapping[TopicPartition, int]
+    certain: Mapping[TopicPartition, tuple[int, int]]
+
+    @property
+    def edges(self) -> Iterator[tuple[dict[TopicPartition, int], dict[TopicPartition, int]]]:
+        """Yield the begins and ends of what is not certain."""
+        inner = {name: self.certain.get(name, (self.ends[name], self.ends[name])) for name in self.begins}
+        yield dict(self.begins), {name: begin for name, (begin, _) in inner.items()}
+        yield {name: end for name, (_, end) in inner.items()}, dict(self.ends)
+
+
+def _window(selection: Selection, known: Known, search: StreamSearch) -> _Window:
     firsts = {_named(name, known): each.start for name, each in known.items()}
-    return (
-        {(text := _named(name, known)): max(begin, firsts.get(text, 0)) for name, begin in begins.items()},
-        {_named(name, known): end for name, end in ends.items()},
-    )
+    begins = {name: max(begin, firsts.get(_named(name, known), 0)) for name, begin in search.log_starts.items()}
+    ends, sure, stop = dict(search.log_ends), dict(begins), dict(search.log_ends)
+    if selection.since:
+        since = moment_of("--since", selection.since)
+        at, later = search.offsets_at(since), search.offsets_at(since + DISORDER)
+        begins, sure = ({name: max(begin, each[name]) for name, begin in begins.items()} for each in (at, later))
+    if selection.until:
+        until = moment_of("--until", selection.until)
+        at, later = search.offsets_at(until), search.offsets_at(until + DISORDER)
+        stop, ends = ({name: min(end, each[name]) for name, end in ends.items()} for each in (at, later))
+    certain = {name: (sure[name], stop[name]) for name in begins if sure[name] < stop[name]}
+    return _Window(begins, ends, certain)
+
+
+def _within_times(selection: Selection) -> Matches:
+    """Match messages by their record time; one without a time is within any."""
+    since = moment_of("--since", selection.since).timestamp() * 1000 if selection.since else 0.0
+    until = moment_of("--until", selection.until).timestamp() * 1000 if selection.until else math.inf
+
+    def matches(messages: Messages) -> NDArray[np.bool_]:
+        times = np.array(messages.times_ms, np.int64)
+        return np.less_equal(times, 0) | (np.greater_equal(times, since) & np.less(times, until))
+
+    return matches
 
 
 def _any_of(config: Config, selection: Selection) -> Matches:

@@ -1,25 +1,29 @@
 """What `anabranch undo` plans, and what it refuses before anything is changed."""
 
+import dataclasses
 import shutil
 import threading
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from anabranch.commands.undo.carry_out import carry_out
 from anabranch.commands.undo.plan import UndoPlan, plan_undo
-from anabranch.commands.undo.selection import Selection
+from anabranch.commands.undo.selection import Selection, select
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings
+from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.events.schema import Schema
+from ingest.kafka.client import Messages
 from ingest.kafka.fake import FakeClient, FakePartition
 from ingest.kafka.registry import CLIENTS
+from ingest.search.stream_search import StreamSearch
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.report import LearnerReport, PartitionReport, write_report
 from learner.state_dir.undo_file import NAME, read_undo
@@ -83,6 +87,36 @@ def test_the_plan_names_the_tainted_versions_and_the_checkpoint_before(config: C
     assert [each.requests for each in made.tainted] == [None]
     assert made.checkpoint == 1
     assert not (config.state_dir / NAME).exists()
+
+
+def test_times_choose_messages_by_themselves_where_they_are_out_of_order() -> None:
+    """An offset cuts the stream elsewhere: of late messages it would take too many, or leave some out."""
+    begin, minute = 1_700_000_000_000, 60_000
+    times = [begin + n * minute + (3 * minute + 1 if n % 4 == 0 else 0) for n in range(60)]
+
+    class Disordered(FakeClient):
+        def first_offsets(self, partitions: Any, start: str, moment: Any) -> Any:
+            at = 0 if moment is None else moment.timestamp() * 1000
+            found = next((offset for offset, time in enumerate(times) if time >= at), 60)
+            return dict.fromkeys(partitions, 60 if start == "latest" and moment is None else found)
+
+        def _messages(self, partition: TopicPartition, limit: int) -> Messages:
+            messages = super()._messages(partition, limit)
+            return dataclasses.replace(messages, times_ms=[times[offset] for offset in messages.offsets])
+
+    client = Disordered({TopicPartition("payments", 0): FakePartition(dict.fromkeys(range(60), b""), 60)})
+    settings = StreamSettings.model_validate({"topics": ["payments"]}).resolved("p")
+    since, until = (datetime.fromtimestamp((begin + at * minute) / 1000, UTC) for at in (20, 40))
+    expected = [offset for offset, at in enumerate(times) if since.timestamp() <= at / 1000 < until.timestamp()]
+    config = cast("Config", SimpleNamespace(pipeline=SimpleNamespace(stream=settings)))
+    for producers in ((), ("trace=30",)):
+        with StreamSearch(settings, client) as search:
+            selection = Selection(producers=producers, since=since.isoformat(), until=until.isoformat())
+            chosen = select(config, selection, {}, lambda: search, lambda *_: None)
+        (ranges,) = chosen.values()
+        pairs = zip(ranges.firsts, ranges.lasts, strict=True)
+        offsets = [offset for first, last in pairs for offset in range(first, last + 1)]
+        assert offsets == ([30] if producers else expected)
 
 
 def test_an_undo_of_a_stream_that_is_gone_says_from_when_on_it_can(config: Config, broker: RetainingClient) -> None:
