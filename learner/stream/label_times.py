@@ -107,5 +107,6 @@ class LabelLags:
         return float(p50), float(p99)
 
     def state(self) -> list[int]:
-        """Return some of the lags, for a checkpoint."""
-        return list(map(int, self._lags[: min(self._count, _MOST_SAVED)]))
+        """Return the last of the lags, for a checkpoint."""
+        last = self._count - 1 - np.arange(min(self._count, _MOST_SAVED))
+        return list(map(int, self._lags[last[::-1] % _MOST_LAGS]))

@@ -107,6 +107,26 @@ def test_kept_labels_are_written_once_and_match_after_restarts(make_run: Callabl
     assert run.join.kept_labels == 10
 
 
+def test_checkpoints_have_what_became_of_events_and_where_labels_are(tmp_path: Path) -> None:
+    bench = JoinBench(tmp_path, options(take_back=True))
+    offsets = [1, 2, 3]
+    bench.join.add_events(events(offsets, offsets, [1000] * 3), predictions(offsets), np.array([True, False, False]))
+    bench.checkpoint()
+    bench.join.advance(1101)
+    assert bench.join.take(3) is not None
+    bench.join.settle(np.array([True, True, True]), stored=np.array([False, True, False]))
+    bench.join.add_labels(labels([1, 2, 7], [1, 1, 1], [1150] * 3, offset=40))
+    bench.checkpoint()
+    bench.restart()
+    assert bench.join.oldest_open_labels() == {1: 40}
+    ready = bench.join.take(3)
+    assert ready is not None
+    assert ready.columns["offset"].tolist() == [1, 2]
+    assert (ready.early.tolist(), ready.stored.tolist()) == ([True, False], [False, True])
+    bench.join.settle()
+    assert bench.join.oldest_open_labels() == {1: 42}
+
+
 def test_labels_of_a_damaged_segment_alone_are_lost(make_run: Callable[..., Run]) -> None:
     run = make_run()
     label(run, 1, 101)

@@ -86,7 +86,15 @@ def offline_join(came: list[Record], found: list[Record], *, take_back: bool) ->
 class Learner:
     """The join at the side of a loop, with readers of two topics that are arrays, and restarts from checkpoints."""
 
-    def __init__(self, folder: Path, streams: tuple[list[Record], list[Record]], *, early: bool, take_back: bool):
+    def __init__(
+        self,
+        folder: Path,
+        streams: tuple[list[Record], list[Record]],
+        *,
+        early: bool,
+        take_back: bool,
+        size: int = 2**20,
+    ) -> None:
         torch.manual_seed(0)
         self.streams, self.early = streams, early
         self.settings = LabelStreamSettings.model_validate(
@@ -94,7 +102,7 @@ class Learner:
             | {"early": "negative-then-correct" if early else "none", "take_back": take_back}
         )
         wait = timedelta(milliseconds=WAIT_MS)
-        self.bench = JoinBench(folder, options(wait=wait, take_back=take_back))
+        self.bench = JoinBench(folder, options(wait=wait, take_back=take_back, bytes=size))
         self.device = torch.device("cpu")
         self.predictor = EventTimePredictor(
             *(nn.Linear(3, 3), Classification(), SCHEMA, self.device, Precision("fp32", None), (3,))
@@ -302,6 +310,22 @@ def test_events_end_as_in_an_offline_join_whatever_the_order_of_reading(learner:
     join = learner.late.join
     assert (join.waiting, join.ready, join.problem) == (0, 0, None)
     assert learner.late.first_open() == {}
+
+
+@pytest.mark.parametrize(("take_back", "slots"), [(False, 76), (True, 130)])
+def test_events_that_are_ahead_wait_for_their_labels_where_the_file_is_small(
+    tmp_path: Path, take_back: bool, slots: int
+) -> None:
+    learner = Learner(tmp_path, streams(seed=7), early=False, take_back=take_back, size=4096 + slots * 112)
+    learner.wall = BEGIN_MS / 1000 + 100 * WAIT_MS / 1000
+    assert learner.late.join.slots == slots < len(learner.streams[0])
+    events_first(learner)
+    assert 1 in learner.late.ahead or learner.position(0) < len(learner.streams[0])
+    learner.run_out()
+    assert learner.rows() == offline_join(*learner.streams, take_back=take_back)
+    counts = learner.late.join.counts
+    assert (counts.early_timeouts, counts.early_removals, learner.late.join.problem) == (0, 0, None)
+    learner.bench.join.close()
 
 
 @pytest.mark.slow

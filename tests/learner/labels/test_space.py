@@ -80,6 +80,17 @@ def test_events_that_are_kept_for_a_late_label_go_first(tmp_path: Path) -> None:
     assert bench.join.ready == 7
 
 
+def test_events_that_a_label_could_still_take_back_and_that_have_no_space_are_a_problem(tmp_path: Path) -> None:
+    bench = JoinBench(tmp_path, options(bytes=SMALL, take_back=True))
+    add(bench, 0, 40, time=1000)
+    bench.join.advance(1101)
+    drain(bench.join)
+    assert bench.join.problem is None
+    add(bench, 40, 80, time=1110)
+    assert bench.join.counts.early_removals > 0
+    assert "cannot be taken back any more" in (bench.join.problem or "")
+
+
 def test_events_beyond_the_file_are_in_memory_and_reach_it_later(bench: JoinBench) -> None:
     add(bench, 0, 60)
     bench.checkpoint()

@@ -120,3 +120,9 @@ def test_the_lag_of_labels_is_that_of_the_last_ones() -> None:
     for _ in range(200):
         lags.add(np.full(100, 7_000))
     assert lags.quantiles() == (7.0, 7.0)
+
+
+def test_checkpoints_have_the_last_lags() -> None:
+    lags = LabelLags()
+    lags.add(np.arange(20_000))
+    assert lags.state() == list(range(20_000 - 1024, 20_000))
