@@ -15,7 +15,7 @@ from anabranch.core.errors import AnabranchError
 from anabranch.core.tracing.spans import count_left_out
 from ingest import errors
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import BrokerError
+from ingest.errors import BrokerError, HistoryError
 from ingest.events.block import Block, BlockLayout
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
@@ -362,6 +362,13 @@ class BlockReader:
         decoded = self._suspects.add(
             [(names[each.partition][0], each.begin, each.end) for each in marked if each.partition < len(names)]
         )
+        if (row := self._suspects.fatal_row()) is not None:
+            self._end_process(0)
+            file = self.history.file if self.history is not None and self.history.file else "a file"
+            raise HistoryError(
+                f"{file} cannot be read: the ingest process ended three times while it read rows from row {row:,} of "
+                "all files on; leave the file out of stream.backfill.files, or give the process more memory"
+            )
         decoding = "" if decoded is None else f" while it decoded {decoded}"
         self._restart_later(f"the ingest process {how}{decoding}; another one is started")
 

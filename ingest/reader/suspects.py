@@ -10,6 +10,8 @@ from ingest.transport.decoding_mark import OffsetRange
 
 _MOST_DEATHS = 2
 """Processes that may end while they decode one message alone."""
+_MOST_OF_FILES = 3
+"""Processes that may end while they read files from one row on."""
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,10 @@ class Suspects:
         """Take what a process that has ended was decoding, and return it for a sentence; None if it was nothing."""
         if not marked:
             return None
+        if marked[0][0].history:
+            name, row, _ = marked[0]
+            self._deaths[name, row] += 1
+            return f"rows of files from row {row:,} of all on"
         for name, begin, end in marked:
             self._ranges[name] = begin, end
         name, begin, end = marked[0]
@@ -40,6 +46,11 @@ class Suspects:
             )
         return first
 
+    def fatal_row(self) -> int | None:
+        """Return the row of all files from which on three processes ended, if there is one."""
+        rows = (row for (name, row), deaths in self._deaths.items() if name.history and deaths >= _MOST_OF_FILES)
+        return next(rows, None)
+
     def suspects(self, positions: Sequence[tuple[TopicPartition, Position]]) -> list[OffsetRange]:
         """Return the offsets that are decoded one by one, in a table of partitions in the order of their index."""
         index = _index(positions)
@@ -51,7 +62,7 @@ class Suspects:
         return [
             (index[name], offset)
             for (name, offset), deaths in self._deaths.items()
-            if deaths >= _MOST_DEATHS and name in index
+            if deaths >= _MOST_DEATHS and name in index and not name.history
         ]
 
 

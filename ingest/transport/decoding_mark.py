@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anabranch.core.errors import AnabranchError
+
 _MOST = 8_192
 """Ranges of a mark: a poll returns no more messages than a slot has rows."""
 MARK_BYTES = 8 * (1 + 3 * _MOST)
@@ -40,13 +42,17 @@ class DecodingMark:
     def of(self, ranges: Sequence[OffsetRange]) -> Iterator[None]:
         """Mark offsets while the block runs.
 
-        The mark stays after an exception: it ends the process, as a crash does.
+        The mark stays after an exception that is none of ours: it ends the process, as a crash does.
         """
         n = min(len(ranges), _MOST)
         if n:
             self._ranges[:n] = ranges[:n]
         self._count[0] = n
-        yield
+        try:
+            yield
+        except AnabranchError:
+            self._count[0] = 0
+            raise
         self._count[0] = 0
 
     def read(self) -> list[OffsetRange]:

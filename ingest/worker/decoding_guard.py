@@ -61,6 +61,13 @@ class DecodingGuard:
         faults = {at: REFUSED for at, offset in enumerate(messages.offsets) if (partition, offset) in self._refused}
         return replace(messages, faults={**messages.faults, **faults}) if faults else messages
 
+    def reading_files(self, partition: int, row: int) -> contextlib.AbstractContextManager[None]:
+        """Mark that rows of files are read, the first of which is `row` of all files and passes.
+
+        `partition` is the index of a partition of files. Which rows a crash is due to is not known.
+        """
+        return self._mark.of([OffsetRange(partition, row, row)])
+
     @contextlib.contextmanager
     def decoding(self, portion: Sequence[tuple[Messages, int]]) -> Iterator[None]:
         """Mark messages, each with the index of its partition, while the block decodes them."""

@@ -6,13 +6,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Protocol, TypeVar
 
 from ingest.backfill.files import DISORDER, Switch, switch_of
-from ingest.backfill.history_rows import HistorySource
+from ingest.backfill.history_rows import HistoryRows, HistorySource
 from ingest.config import StreamSettings
 from ingest.events.block import Coverage
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.kafka.client import Client, Messages
 from ingest.worker.block_builder import Assembled, BlockBuilder, OfFiles
+from ingest.worker.decoding_guard import DecodingGuard
 from ingest.worker.partition_table import PartitionTable
 from ingest.worker.retention_watch import RetentionWatch, watch_of
 from ingest.worker.topic_switch import topics_begin
@@ -54,6 +55,7 @@ class HistoryFeed:
         send: Callable[[Assembled, Cover], None],
         report: Callable[[], None],
         run: Run,
+        guard: DecodingGuard,
     ) -> None:
         """`send` writes rows into blocks, once their dead letters are written; `report` is called at the switch."""
         self._history = history
@@ -64,6 +66,7 @@ class HistoryFeed:
         self._send = send
         self._report = report
         self._run = run
+        self._guard = guard
         self._first = False
         self._switch: Switch | None = None
         self._planned = history is None
@@ -150,7 +153,7 @@ class HistoryFeed:
         history = self._history
         if history is None or self._switched:
             return False
-        rows = None if history.done else history.poll(_WAIT)
+        rows = None if history.done else self._poll(history)
         if rows is not None:
             assembled = self._assembler.assemble_history(rows, [self._table.index[name] for name in rows.counts])
             self._send(
@@ -158,6 +161,13 @@ class HistoryFeed:
             )
         self._switch_if_done(history)
         return True
+
+    def _poll(self, history: HistorySource) -> HistoryRows | None:
+        first = min(self.indexes, default=None)
+        if first is None:
+            return history.poll(_WAIT)
+        with self._guard.reading_files(first, history.progress.rows_done):
+            return history.poll(_WAIT)
 
     def _switch_if_done(self, history: HistorySource) -> None:
         """Begin the topics when all rows were read, also those that retention has removed from the topics meanwhile."""

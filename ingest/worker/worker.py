@@ -111,6 +111,7 @@ class IngestWorker:
             self._send_history,
             self._reporter.make_due,
             self._run_with_reports,
+            self._guard,
         )
         self._read_only = read_only
         self._letters = DeadLetterSender(client, stream.dead_letter_topic, self._reporter, self._back_off)

@@ -21,7 +21,9 @@ from ingest.errors import HistoryError
 from ingest.events.block import Outcome, SkipReason
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
+from ingest.reader.ingest_process import PROGRAM
 from ingest.reader.reader import BlockReader
+from tests.support import dying_ingest
 from tests.support.waiting import slowness
 
 pytestmark = pytest.mark.process
@@ -53,6 +55,7 @@ def opened(
     positions: dict[TopicPartition, Position] | None = None,
     marks: dict[TopicPartition, PartitionFingerprint] | None = None,
     backfill: dict[str, Any] | None = None,
+    program: Sequence[str] = PROGRAM,
     **stream: Any,
 ) -> Iterator[BlockReader]:
     files = [str(each) for each in ([files] if isinstance(files, Path | str) else files)]
@@ -66,6 +69,7 @@ def opened(
         StreamSettings.model_validate(settings).resolved("test"),
         SchemaSettings.model_validate(SCHEMA),
         HoldOut(fraction=fraction, seed=0),
+        program,
     )
     try:
         source.open(positions, marks=marks)
@@ -134,6 +138,17 @@ def test_sigkill_anywhere_loses_no_row_and_brings_none_twice(kafka, make_topic, 
         found = read(source, 30_050, kill)
         assert left == []
     assert [value for _, value in found] == [*range(30_050)]
+
+
+def test_a_file_that_ends_the_ingest_process_again_and_again_is_named(kafka, make_topic, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", 0, 100)
+    write_parquet(tmp_path / "b.parquet", dying_ingest.FATAL_ROW, 100)
+    program = (str(Path(dying_ingest.__file__)),)
+    with opened(kafka.bootstrap, make_topic(), tmp_path / "*.parquet", program=program) as source:
+        seen = read(source, 100)
+        with pytest.raises(HistoryError, match=r"three times while it read rows from row 100 of all files on; leave"):
+            read(source, 1)
+    assert len(seen) == 100
 
 
 def test_another_learner_continues_from_positions_and_marks(kafka, make_topic, produce, tmp_path: Path) -> None:

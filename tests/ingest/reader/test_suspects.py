@@ -43,3 +43,13 @@ def test_partitions_that_are_no_longer_known_are_left_out():
     suspects.add([(A, 10, 11)])
     suspects.add([(A, 10, 11)])
     assert (suspects.suspects(TABLE[1:]), suspects.refused(TABLE[1:])) == ([], [])
+
+
+def test_rows_of_files_are_given_up_after_three_processes_and_not_dead_lettered():
+    suspects, file = Suspects(), TopicPartition("history", 0, 0, 1)
+    table = [(file, Position(0))]
+    for deaths in range(3):
+        assert suspects.fatal_row() is None
+        assert suspects.add([(file, 4000, 4000)]) == "rows of files from row 4,000 of all on", deaths
+    assert suspects.fatal_row() == 4000
+    assert (suspects.refused(table), suspects.suspects(table)) == ([], [])

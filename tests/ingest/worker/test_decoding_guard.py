@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from ingest.errors import HistoryAwayError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Messages
 from ingest.transport.decoding_mark import MARK_BYTES, DecodingMark, OffsetRange
@@ -67,3 +68,12 @@ def test_the_limit_of_cpu_time_ends_with_the_block():
     with DecodingGuard(mark(), has_limit=True).decoding([(messages(A, 3), 0)]):
         assert 0 < signal.getitimer(signal.ITIMER_PROF)[0] <= 6
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+
+
+def test_an_error_that_is_handled_clears_the_mark():
+    shared = mark()
+    with DecodingGuard(shared).reading_files(0, 7):
+        assert shared.read() == [(0, 7, 7)]
+    with pytest.raises(HistoryAwayError), DecodingGuard(shared).reading_files(0, 7):
+        raise HistoryAwayError
+    assert shared.read() == []
