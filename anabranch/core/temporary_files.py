@@ -68,8 +68,8 @@ def remove_left(prefix: str, within: Path | None = None) -> None:
     Each has a name as `mkdtemp` gives, and the marker with that name: a folder that a person made, renamed or copied
     stays.
     """
-    for path in (within or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
-        if _RANDOM.fullmatch(path.name.removeprefix(prefix)) is None:
+    for path in (within or Path(tempfile.gettempdir())).iterdir():
+        if not path.name.startswith(prefix) or _RANDOM.fullmatch(path.name.removeprefix(prefix)) is None:
             continue
         with contextlib.suppress(OSError):
             if not stat.S_ISDIR((status := path.lstat()).st_mode) or status.st_uid != os.geteuid():

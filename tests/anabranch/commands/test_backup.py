@@ -17,6 +17,7 @@ from anabranch.commands.backup import IN_PARTS, LEFT_OUT, Backup, back_up
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from anabranch.core.stream_secret import StreamSecret
+from anabranch.core.temporary_files import temporary_folder
 from ingest.events.schema import Schema
 from learner.object_storage.config import StorageSettings
 from learner.object_storage.opening import hold_storage
@@ -135,6 +136,12 @@ def test_it_is_made_completely_or_not_at_all(stopped: Stopped, tmp_path: Path, m
             back_up(stopped.config, target)
     assert [*tmp_path.glob("*backup*")] == [target]
     assert not list(target.iterdir())
+    with temporary_folder(".backup.tmp-", tmp_path) as killed:
+        (killed / "new").mkdir()
+        shutil.copytree(killed, copy := tmp_path / "copy")
+    copy.rename(killed)  # as a process that was killed leaves it
+    back_up(stopped.config, target)
+    assert [*tmp_path.glob("*backup*")] == [target]
 
 
 def test_a_newest_checkpoint_that_is_deleted_or_undone_meanwhile_is_copied_again(
