@@ -235,6 +235,13 @@ class LateLabels:
             return NOT_SCORED
         return self._predictor.score(batch.new[_OUTPUT][plain].astype(np.float32), batch.new["label"][plain])
 
+    def labels(self, batch: Batch) -> Array:
+        """Return the labels of the events that `scored` has scored."""
+        if batch.decided is not None:
+            return batch.decided.label[self._scored_rows(batch.decided)]
+        label = batch.new["label"]
+        return label[batch.new[EARLY] == Early.PLAIN] if EARLY in batch.new else label
+
     def first_open(self) -> dict[int, int]:
         """Return, by index of the partition, the first offset of an event that has not ended, or of a label that is not
         learned from: its event has not ended, or may still come."""
@@ -326,8 +333,11 @@ class LateLabels:
             self._oldest.setdefault(index, offset)
 
     def _scores_of(self, decided: Decided) -> Scored:
-        rows = decided.scored & (decided.span.columns["reason"] == SkipReason.NONE)
+        rows = self._scored_rows(decided)
         return self._predictor.score(decided.predictions[rows], decided.label[rows])
+
+    def _scored_rows(self, decided: Decided) -> NDArray[np.bool_]:
+        return np.asarray(decided.scored & (decided.span.columns["reason"] == SkipReason.NONE))
 
     def _end_erased(self) -> int:
         """Let the events end as erased that the join has no longer, and return how many there were."""

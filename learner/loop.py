@@ -72,7 +72,7 @@ class TrainingLoop:
         self._step.copied = self._source.copied
         self._step.request_checkpoint = parts.checkpointer.request
         if parts.late is not None:
-            self._step.scored = parts.late.scored
+            self._step.scored, self._step.labels = parts.late.scored, parts.late.labels
         self.non_finite = self._step.non_finite
 
     def begin(self, stop: threading.Event, while_waiting: Sequence[Task]) -> None:

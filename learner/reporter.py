@@ -199,6 +199,7 @@ class Reporter:
             storage=None if self._mirror is None else self._mirror.report(),
             accuracy=windows if self._classification else {},
             error={} if self._classification else _errors(windows),
+            simplest=self._simplest() if self._classification else _errors(self._simplest()),
             loss=self._losses(),
             window_rows=loop.monitor.prequential.window,
             classes=dict(scoring.evaluation.classes),
@@ -247,6 +248,11 @@ class Reporter:
         if prequential.mean is not None and prequential.overall is not None:
             windows |= {"now": prequential.mean, "overall": prequential.overall}
         return windows
+
+    def _simplest(self) -> dict[str, float]:
+        """Mean scores of the simplest rule, on the events of some windows."""
+        held_out = self._parts.publisher.scoring.evaluation.simplest
+        return self._loop.monitor.simplest.windows | {name: held_out[name] for name in ("old",) if name in held_out}
 
     def _losses(self) -> dict[str, float]:
         now, overall = self._loop.monitor.prequential.loss, self._loop.monitor.prequential.overall_loss

@@ -25,6 +25,8 @@ from learner.state_dir.report import (
     LabelReport,
     LearnerReport,
     StorageReport,
+    no_better,
+    simplest_rule,
 )
 from learner.state_dir.report import read_report as read_learner
 from learner.state_dir.search.control import SearchReport, shown
@@ -137,6 +139,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row("absolute error", _pairs({k: f"{v:.4g}" for k, v in report.error.items()}))
     else:
         table.add_row("accuracy", _pairs({k: f"{v:.1%}" for k, v in report.accuracy.items()}) or "not known yet")
+    if report.simplest:
+        table.add_row("simplest rule", _simplest(report))
     if report.loss:
         table.add_row("loss", _pairs({k: f"{v:.4g}" for k, v in report.loss.items()}))
     if report.forgetting is not None:
@@ -183,6 +187,15 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     if report.canary is not None:
         table.add_row("canary", _canary(report.canary))
     return table
+
+
+def _simplest(report: LearnerReport) -> Text:
+    """Say what the simplest rule achieves, in yellow where the model is no better."""
+    shown = {name: f"{value:.4g}" if report.error else f"{value:.1%}" for name, value in report.simplest.items()}
+    text = Text(f"{_pairs(shown)}: always {simplest_rule(report)}")
+    if worse := no_better(report):
+        text.append(f"; the model is no better in {' and '.join(worse)}", style="yellow")
+    return text
 
 
 def _search(search: SearchReport) -> str:

@@ -20,6 +20,7 @@ _LINE_SECONDS = 3.0
 _HISTORY_SECONDS = 2.0
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _BAR_CELLS = 20
+_NOW = "each new digit before it is learned, so it falls when a class begins"
 
 
 class Display(Protocol):
@@ -90,6 +91,7 @@ class LivePanel:
         rows.add_row("stream", _stream(figures))
         rows.add_row("outcomes", _outcomes(figures))
         rows.add_row("accuracy", _bar("now", figures.accuracy("now"), "cyan"))
+        rows.add_row("", Text(f"{_NOW}{_against(figures, 'now')}", style="dim"))
         rows.add_row("", _bar("old classes", figures.accuracy("old"), "green", self._old))
         if figures.baseline is not None:
             rows.add_row("", _bar("no replay", figures.accuracy("old", baseline=True), "red", self._baseline_old))
@@ -117,16 +119,26 @@ class LivePanel:
 def plain_line(figures: DemoSnapshot) -> str:
     """Return everything that matters in one line."""
     version = figures.serving.version if figures.serving else None
-    baseline = f" (no replay {percent(figures.accuracy('old', baseline=True))})" if figures.baseline else ""
     line = (
         f"{figures.seconds:4.0f} s  {figures.sent:,} events, class {figures.phase}  {_outcomes(figures)}  "
-        f"accuracy now {percent(figures.accuracy('now'))}, old {percent(figures.accuracy('old'))}{baseline}  "
+        f"accuracy now {percent(figures.accuracy('now'))}{_against(figures, 'now')}, "
+        f"old {percent(figures.accuracy('old'))}{_against(figures, 'old')}  "
         f"version {'-' if version is None else version}  "
         f"freshness p99 {seconds(figures.freshness_p99_seconds)}  "
         f"{figures.requests:,} requests, {figures.failures} failed"
     )
     gate = [f"gate: {_gate(figures)}"] if figures.poisoned or _held_reasons(figures) else []
     return "; ".join([line, *gate, *figures.problems])
+
+
+def _against(figures: DemoSnapshot, window: str) -> str:
+    """Return what an accuracy is to be compared with, in brackets."""
+    known = {
+        "no replay": figures.accuracy(window, baseline=True),
+        "always the commonest digit": figures.simplest(window),
+    }
+    others = [f"{name} {percent(value)}" for name, value in known.items() if value is not None]
+    return f" ({', '.join(others)})" if others else ""
 
 
 def sparkline(values: deque[float]) -> str:

@@ -68,7 +68,8 @@ def summary(figures: DemoSnapshot) -> str:
     baseline = f" (without replay: {percent(figures.accuracy('old', baseline=True))})" if figures.baseline else ""
     return (
         f"{figures.sent:,} events in {figures.seconds:.0f} s: {outcomes or 'none with an outcome'}\n"
-        f"accuracy now {percent(figures.accuracy('now'))}, on old classes "
+        f"accuracy now {percent(figures.accuracy('now'))} (each new digit before it is learned; always the commonest "
+        f"digit {percent(figures.simplest('now'))}), on old classes "
         f"{percent(figures.accuracy('old'))}{baseline}\n"
         f"{figures.requests:,} requests, {figures.failures} failed, answered by {swaps} versions in turn; "
         f"freshness p50 {seconds(figures.freshness_p50_seconds)}, p99 {seconds(figures.freshness_p99_seconds)}\n"

@@ -60,6 +60,10 @@ class DemoSnapshot:
         report = self.baseline if baseline else self.learner
         return report.accuracy.get(window) if report else None
 
+    def simplest(self, window: str) -> float | None:
+        """Return the accuracy of the simplest rule on the same events."""
+        return self.learner.simplest.get(window) if self.learner else None
+
 
 @dataclass(frozen=True)
 class SnapshotSources:

@@ -10,6 +10,7 @@ from learner.adaptation.drift import Drift
 from learner.adaptation.replay_ratio import ScoreSum, make_ratio
 from learner.config import LearnerSettings
 from learner.evaluation.prequential import Prequential, Scored
+from learner.evaluation.simplest_rule import SimplestRule
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class StreamMonitor:
     def __init__(self, settings: LearnerSettings, *, bounded: bool = True) -> None:
         """Start without measurements; `bounded`: whether the task's scores are between 0 and 1."""
         self.prequential = Prequential(bounded=bounded)
+        self.simplest = SimplestRule(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
         self.ratio = make_ratio(settings, bounded=bounded)
         self.measures = settings.replay_ratio == "auto"
@@ -78,13 +80,19 @@ class StreamMonitor:
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
-        return {"prequential": self.prequential.state(), "drift": self.drift.state(), "ratio": self.ratio.state()}
+        return {
+            "prequential": self.prequential.state(),
+            "drift": self.drift.state(),
+            "ratio": self.ratio.state(),
+            "simplest": self.simplest.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self.prequential.restore(state["prequential"])
         self.drift.restore(state["drift"])
         self.ratio.restore(state["ratio"])
+        self.simplest.restore(state["simplest"])
         self.adjustments = self._adjustments()
 
     def _adjustments(self, *, drifted: bool = False) -> Adjustments:

@@ -20,6 +20,7 @@ from ingest.events.schema import IGNORED, Schema
 from learner.evaluation.chunks import Chunks
 from learner.evaluation.holdout import YOUNG, HoldoutRows
 from learner.evaluation.resident_models import ResidentModels
+from learner.evaluation.simplest_rule import score_of_constant
 from learner.evaluation.winsorizing import winsorized
 from learner.model.device import Precision
 from learner.model.factory import forward
@@ -48,11 +49,13 @@ class Evaluation:
             with the lowest score.
         classes: by the name of the class, or its number.
         groups: by the hash of the group, 16 hexadecimal digits: the events do not carry its name.
+        simplest: what one answer for all events scores, on the events of the windows `new` and `old`.
     """
 
     windows: Mapping[str, float] = field(default_factory=dict)
     classes: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, float] = field(default_factory=dict)
+    simplest: Mapping[str, float] = field(default_factory=dict)
 
 
 def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRows) -> Evaluation:
@@ -76,7 +79,10 @@ def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRo
         worst, by_group = _by(hashed[hashed != 0], scores_G[hashed != 0])
         windows |= {f"{name}_group": score for name, score in worst.items()}
         groups = {f"{number:016x}": score for number, score in by_group.items()}
-    return Evaluation(_finite(windows), _finite(classes), _finite(groups))
+    label_G = rows.columns["label"]
+    constants = {"new": score_of_constant(label_G[total - young :]), "old": score_of_constant(label_G[: total - young])}
+    simplest = {name: score for name, score in constants.items() if score is not None}
+    return Evaluation(_finite(windows), _finite(classes), _finite(groups), _finite(simplest))
 
 
 def class_marks(schema: Schema, rows: HoldoutRows) -> dict[str, NDArray[np.bool_]]:

@@ -59,6 +59,8 @@ class LearningStep:
         """Returns the new events of a batch on the device."""
         self.scored: Callable[[Batch, StepResult], Scored] = _scored
         """Returns the scores of the events of a batch that have their label, from before the step."""
+        self.labels: Callable[[Batch], Array] = _labels
+        """Returns the labels of these events."""
         self.request_checkpoint: Callable[[], object] | None = None
         """Requests the checkpoint that is written before the response to a drift; None: there are no checkpoints."""
 
@@ -149,6 +151,7 @@ class LearningStep:
         state.rows_replay += result.replayed
         self._trained_new.inc(result.rows)
         self._trained_old.inc(result.replayed)
+        self._monitor.simplest.add(self.labels(batch))
         adjustments = self._monitor.observe(state.steps, self.scored(batch, result), replay.probed)
         if adjustments.drifted:
             self._metrics.drifts.inc()
@@ -156,6 +159,11 @@ class LearningStep:
                 self.request_checkpoint()
             else:
                 self.respond()
+
+
+def _labels(batch: Batch) -> Array:
+    """Return the labels of new events that have one."""
+    return batch.new["label"][batch.new["labelled"].astype(np.bool_)]
 
 
 def _scored(batch: Batch, result: StepResult) -> Scored:

@@ -267,6 +267,9 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """By window: now, overall, near_future, worst, worst_group, old, old_lowest; absent while it is unknown."""
     error: dict[str, float] = {}
     """For regression the mean absolute error by window, in place of the accuracy."""
+    simplest: dict[str, float] = {}
+    """Accuracy or error by window, now, overall and old, of the simplest rule: always the most frequent class, or for
+    regression the mean. Empty where a label is neither one class nor one number."""
     loss: dict[str, float] = {}
     """Mean loss of new events before training on them, by window: now, overall."""
     window_rows: int = 0
@@ -330,6 +333,21 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """None without `serving.canary`, and while no server has a version."""
     versions_published: int = 0
     publish_skipped: int = 0
+
+
+def simplest_rule(report: LearnerReport) -> str:
+    """Return what the simplest rule always answers."""
+    return "the mean" if report.error else "the most frequent class"
+
+
+def no_better(report: LearnerReport) -> list[str]:
+    """Return the windows in which a model that has met several classes is no better than the simplest rule."""
+    found = report.error or report.accuracy
+    return [
+        name
+        for name, rule in report.simplest.items()
+        if name in found and (found[name] >= rule if report.error else found[name] <= rule < 1)
+    ]
 
 
 def write_report(state_dir: Path, report: LearnerReport) -> None:

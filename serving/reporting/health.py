@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from learner.state_dir.report import LearnerReport
+from learner.state_dir.report import LearnerReport, no_better, simplest_rule
 from serving.reporting.report import ServingReport
 
 SILENT = timedelta(seconds=10)
@@ -18,9 +18,9 @@ SILENT = timedelta(seconds=10)
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The health of a pipeline."""
+    """The health of a pipeline; `attention` is healthy, and behind the stream or of little use."""
 
-    state: Literal["well", "starting", "unhealthy"]
+    state: Literal["well", "attention", "starting", "unhealthy"]
     sentence: str
     problems: list[str] = []
     """One sentence for each problem."""
@@ -49,6 +49,36 @@ class ReportAge:
         return now - last[1] >= SILENT.total_seconds()
 
 
+_ROUGHLY = (
+    (timedelta(days=1), "a day"),
+    (timedelta(hours=1), "an hour"),
+    (timedelta(minutes=10), "10 minutes"),
+    (timedelta(minutes=1), "a minute"),
+    (timedelta(seconds=10), "10 seconds"),
+)
+_FEWEST = 1000
+"""Events on which a model has been trained before it is compared with the simplest rule."""
+
+
+def _behind(learner: LearnerReport, serving: ServingReport) -> list[str]:
+    """Say how far what is served is behind the stream, in words that seldom change."""
+    reads_history = learner.backfill is not None and not learner.backfill.done
+    freshness = 0.0 if reads_history else serving.freshness_p50_seconds or 0.0
+    seconds = max(learner.lag_seconds, freshness)
+    words = next((words for least, words in _ROUGHLY if seconds >= least.total_seconds()), None)
+    return [] if words is None else [f"What is served is more than {words} behind the stream."]
+
+
+def _of_little_use(learner: LearnerReport) -> list[str]:
+    """Say that the model is no better than the simplest rule on the events that judge it best."""
+    if learner.outcomes.get("trained", 0) < _FEWEST:
+        return []
+    window = "old" if "old" in learner.simplest else "now"
+    if window not in no_better(learner):
+        return []
+    return [f"The model is no better than always answering {simplest_rule(learner)}."]
+
+
 def judge(learner: LearnerReport | None, serving: ServingReport, *, silent: bool) -> Health:
     """Return the health of the pipeline; `silent`: the learner does not report."""
     if learner is None and serving.server is None:
@@ -59,6 +89,8 @@ def judge(learner: LearnerReport | None, serving: ServingReport, *, silent: bool
     if serving.version is None and not problems:
         return Health("starting", "The first version is on its way.")
     problems += [f"Serving: {sentence}" for sentence in serving.problems]
+    if not problems and learner is not None and (remarks := [*_behind(learner, serving), *_of_little_use(learner)]):
+        return Health("attention", " ".join(remarks))
     if not problems:
         warnings = len(learner.warnings) if learner is not None else 0
         counted = f", with {warnings} warning{'s' * (warnings > 1)}" if warnings else ""

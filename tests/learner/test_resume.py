@@ -15,6 +15,7 @@ from torch import nn
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.object_store.bucket import Bucket
+from anabranch.core.stream_secret import StreamSecret
 from ingest.backfill.files import FileMark
 from ingest.config import StreamSettings
 from ingest.events.partition import TopicPartition
@@ -129,22 +130,26 @@ def test_a_resumed_run_has_the_replay_ratio_and_drift_of_the_uninterrupted_one(
     make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So are the learning rate and the replay ratio that a drift has raised."""
-    # Old events are only slightly harder here, and only for some steps.
     monkeypatch.setattr("learner.adaptation.replay_ratio._SURE", 0)
+    drifts_at = 40 * ROWS  # from then on the model forgets the old labels
     learner = {
         "replay_ratio": "auto",
         "old_weight": 1.0,
+        "optimizer": {"lr": 0.02},
         "drift": {"actions": ["raise-lr", "raise-replay"], "delta": 0.999, "steps": 20},
     }
     uninterrupted = make_bench(110, learner=learner)
+    uninterrupted.stream.drifts_at = drifts_at
     uninterrupted.run()
     interrupted = make_bench(60, replay=TIERS["disk with a small cache"], learner=learner)
+    interrupted.stream.drifts_at = drifts_at
     interrupted.run()
     interrupted.finish()
     interrupted.close()
     resumed = make_bench(110, replay=TIERS["disk with a small cache"], learner=learner)
     resumed.resume()
     assert resumed.loop.state.steps == 60
+    resumed.stream.drifts_at = drifts_at
     resumed.run()
     assert uninterrupted.loop.state.rows_replay > 0, "nothing is replayed in either run"
     assert resumed.loop.state.rows_replay == uninterrupted.loop.state.rows_replay
@@ -367,7 +372,9 @@ def _open_without_checkpoint(path: Path, schema: Schema, replay: Mapping[str, An
     checkpoints, written = Checkpoints(path / "checkpoints", schema.digest, 1), ErasureLog(path / "erasures.log")
     parts = SimpleNamespace(strategy=STRATEGIES["er"](), schema=schema, device=CPU, kept_outputs={}, embedding=None)
     resumed = ResumePoint.newest(checkpoints, written)
-    store = resumed.store(_deployment(path, schema, "er", replay), cast("TrainingSetup", parts), 1)
+    store = resumed.store(
+        _deployment(path, schema, "er", replay), cast("TrainingSetup", parts), 1, StreamSecret.fixed(0)
+    )
     assert resumed.first
     assert store is not None
     checkpoints.path.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ const ACTIONS = { promote: "promote", pin: "pin", unpin: "unpin", reject: "rejec
 
 /* explanations, shown on hover and on keyboard focus */
 const HELP = {
-  now: "Accuracy on the newest events, each predicted before the model trains on it (prequential).",
+  now: "Accuracy on the newest events, each predicted before the model trains on it (prequential). It falls when the stream changes, such as with a new class, until that is learned. Compare it with the rule beside it, and with the same figure of a second learner.",
   old: "Accuracy on the older three quarters of the holdout set, which the model never trains on.",
   worst: "Of all classes, the lowest accuracy on the holdout set.",
   baseline: "The same figure of a second learner, on the same events, that runs for comparison.",
@@ -161,7 +161,7 @@ function headline(state, sentence, problems) {
   if ([...$("problems").children].map((item) => item.textContent).join() !== reasons.join()) {
     $("problems").replaceChildren(...reasons.map((reason) => element("li", {}, reason)));
   }
-  const colour = { well: "%2315774a", starting: "%238b5a00" }[state] ?? "%23bf2329";
+  const colour = { well: "%2315774a", attention: "%238b5a00", starting: "%238b5a00" }[state] ?? "%23bf2329";
   const icon = `data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><circle cx='8' cy='8' r='6' fill='${colour}'/></svg>`;
   if ($("icon").href !== icon) $("icon").href = icon;
   document.title = `${status?.name ?? "Anabranch"}: ${sentence.replace(/\.$/, "").toLowerCase()}`;
@@ -202,9 +202,11 @@ function lines() {
   const { learner, baseline } = status, now = regression() ? learner?.error : learner?.accuracy;
   const other = regression() ? baseline?.error : baseline?.accuracy;
   const plain = baseline?.strategy === "none" && learner?.strategy !== "none";
+  const rule = regression() ? "always the mean" : "always the most frequent class", simplest = learner?.simplest ?? {};
+  const beside = (name) => (known(simplest[name]) ? `; ${rule}: ${score(simplest[name])}` : "");
   const all = [
-    { kind: "now", series: "now", name: "Now", short: "now", about: "newest events, before training", value: now?.now },
-    { kind: "old", series: "old", name: "Old", short: "old", about: "older held-out events", value: now?.old },
+    { kind: "now", series: "now", name: "Now", short: "now", about: `newest events, before training${beside("now")}`, value: now?.now },
+    { kind: "old", series: "old", name: "Old", short: "old", about: `older held-out events${beside("old")}`, value: now?.old },
     { kind: "worst", series: "worst", name: "Worst class", short: "worst class", about: "held-out events, lowest of all classes", value: now?.worst },
     { kind: "baseline", series: "baseline_old", name: plain ? "Old, without replay" : "Old, baseline", short: plain ? "no replay" : "baseline", about: plain ? "older held-out events, baseline" : "the baseline", value: other?.old },
   ];

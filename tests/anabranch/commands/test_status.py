@@ -350,3 +350,14 @@ def test_the_exit_code_says_whether_the_pipeline_is_healthy(config, dead_pid, ca
     assert code() == 4, "the learner is silent"
     learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[], pid=dead_pid))
     assert code() == 5
+
+
+def test_the_simplest_rule_stands_beside_the_accuracy_and_what_it_beats_is_said(config, now):
+    report = learner_report(accuracy={"now": 0.999, "old": 0.992}, simplest={"now": 0.994, "old": 0.9945})
+    learner.state_dir.report.write_report(config.state_dir, report)
+    shown = screen(config)
+    assert "simplest rule now 99.4%, old 99.5%: always the most frequent class; the model is no better in old" in shown
+    report = learner_report(accuracy={}, error={"now": 0.5, "overall": 2.0}, simplest={"now": 1.0, "overall": 1.5})
+    learner.state_dir.report.write_report(config.state_dir, report)
+    shown = screen(config)
+    assert "simplest rule now 1, overall 1.5: always the mean; the model is no better in overall" in shown

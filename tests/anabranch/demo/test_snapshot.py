@@ -163,6 +163,15 @@ def test_the_plain_line_has_what_matters_and_what_is_unhealthy(snapshot):
     assert "\n" not in line
 
 
+def test_an_accuracy_has_beside_it_what_it_is_to_be_compared_with(snapshot):
+    simplest = {"now": 0.12, "old": 0.25}
+    report = learner({"trained": 90}, accuracy={"now": 0.66, "old": 0.8}, simplest=simplest)
+    line = plain_line(snapshot(learner=report))
+    assert "accuracy now 66% (always the commonest digit 12%), " in line
+    assert "old 80% (no replay 10%, always the commonest digit 25%)" in line
+    assert "each new digit before it is learned; always the commonest digit 12%" in summary(snapshot(learner=report))
+
+
 def test_a_poisoned_phase_and_the_version_that_the_gate_refuses_are_named(snapshot):
     assert "gate" not in plain_line(snapshot())
     line = plain_line(snapshot(poisoned=True))

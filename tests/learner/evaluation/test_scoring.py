@@ -53,10 +53,11 @@ class TestEvaluation:
         holdout = guarded(
             schema, fake_columns(schema, range(300), label=[0]), fake_columns(schema, range(300, 400), label=[1])
         )
+        alone = {"new": 1.0, "old": 1.0}
         found = evaluate(Always(0), Classification(), schema, holdout.held, CPU)
-        assert found == Evaluation({"new": 0.0, "old": 1.0, "worst": 0.0}, {"0": 1.0, "1": 0.0})
+        assert found == Evaluation({"new": 0.0, "old": 1.0, "worst": 0.0}, {"0": 1.0, "1": 0.0}, simplest=alone)
         found = evaluate(Always(1), Classification(), schema, holdout.held, CPU)
-        assert found == Evaluation({"new": 1.0, "old": 0.0, "worst": 0.0}, {"0": 0.0, "1": 1.0})
+        assert found == Evaluation({"new": 1.0, "old": 0.0, "worst": 0.0}, {"0": 0.0, "1": 1.0}, simplest=alone)
 
     def test_a_few_events_have_no_evaluation(self, schema: Schema) -> None:
         for holdout in (guarded(schema), guarded(schema, fake_columns(schema, range(3)))):

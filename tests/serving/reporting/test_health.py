@@ -3,11 +3,13 @@
 import msgspec
 import pytest
 
-from learner.state_dir.report import LearnerReport
+from learner.state_dir.report import BackfillReport, LearnerReport
 from serving.reporting.health import ReportAge, judge
 from serving.reporting.report import ServingReport
 
 LEARNER = LearnerReport(pid=1, generation=1, started=0, time=1000, steps=7)
+FRAUD = {"outcomes": {"trained": 5000}, "accuracy": {"old": 0.992, "now": 1.0}, "simplest": {"old": 0.994, "now": 0.9}}
+HISTORY = BackfillReport(topics=["history"], rows_read=5, rows=10, files_read=0, files=1)
 SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8000", ready=True, version=3)
 
 
@@ -18,6 +20,29 @@ SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8
         ({"warnings": ["a"]}, {}, "well", "All is well, with 1 warning."),
         ({"warnings": ["a", "b"]}, {}, "well", "All is well, with 2 warnings."),
         ({"warnings": ["a"], "problems": ["b"]}, {}, "unhealthy", "Learner: b"),
+        ({"lag_seconds": 9.0}, {"freshness_p50_seconds": 9.0}, "well", "All is well."),
+        ({"lag_seconds": 74.0}, {}, "attention", "What is served is more than a minute behind the stream."),
+        ({}, {"freshness_p50_seconds": 4000.0}, "attention", "What is served is more than an hour behind the stream."),
+        ({"backfill": HISTORY}, {"freshness_p50_seconds": 4000.0}, "well", "All is well."),
+        (
+            FRAUD | {"lag_seconds": 12.0},
+            {},
+            "attention",
+            (
+                "What is served is more than 10 seconds behind the stream. "
+                "The model is no better than always answering the most frequent class."
+            ),
+        ),
+        (FRAUD | {"accuracy": {"old": 0.996, "now": 0.99}}, {}, "well", "All is well."),
+        (FRAUD | {"outcomes": {"trained": 999}}, {}, "well", "All is well."),
+        (FRAUD | {"simplest": {"old": 1.0}, "accuracy": {"old": 1.0}}, {}, "well", "All is well."),
+        (
+            FRAUD | {"simplest": {"now": 0.5}, "accuracy": {}, "error": {"now": 0.6}},
+            {},
+            "attention",
+            "The model is no better than always answering the mean.",
+        ),
+        (FRAUD | {"problems": ["a"]}, {}, "unhealthy", "Learner: a"),
         (None, {}, "starting", "No learner has reported yet"),
         (
             {},
