@@ -278,12 +278,13 @@ def init(
     def start() -> None:
         if subject is not None:
             import os
+            import shlex
 
             from anabranch.commands.subject.pipeline import SubjectOptions, write_subject
 
             options = SubjectOptions(subject, registry, label, classes, key)
             paths = write_subject(folder, options, os.environ, force=force)
-            after = f'set stream.bootstrap_servers, then run "anabranch doctor -c {paths[0]}"'
+            after = f'set stream.bootstrap_servers, then run "anabranch doctor -c {shlex.quote(str(paths[0]))}"'
             typer.echo(f"wrote {', '.join(path.name for path in paths)} to {folder}; {after}")
             return
         from anabranch.commands.init import NEXT_OF_HISTORY, next_commands, write_example, write_history

@@ -134,12 +134,13 @@ class RowFiles:
             )
 
     def no_labels(self, marks: Sequence[FileMark]) -> str | None:
-        """Return that no file has a column for the label, if so; each may lack it, and its rows have none then."""
+        """Return that no file has labels, if so; each may lack the column, and its rows have none then."""
         for mark in marks:
             with self.opened(mark) as rows:
-                if self._label in self.decoder(mark).columns_in(rows.schema) or LINE in rows.schema.names:
+                known = self._label in self.decoder(mark).columns_in(rows.schema) and not rows.is_null(self._label)
+                if known or LINE in rows.schema.names:
                     return None
-        name = f"no file has the column {self._label} of [schema.label], so that nothing can be learned from their rows"
+        name = f"no file has a value in the column {self._label} of [schema.label], so that nothing can be learned"
         folders = (folder for mark in marks for folder in mark.name.split("/"))
         part = next((folder for folder in folders if folder.startswith(f"{self._label}=")), None)
         return name if part is None else f"{name}; their paths have it ({part}), which is not read"

@@ -165,6 +165,18 @@ class ParquetRows(RowTables):
         return (found.min, found.max) if found is not None and found.has_min_max and not found.null_count else None
 
     @override
+    def is_null(self, column: str) -> bool:
+        if column in self._schema.names and types.is_null(self._schema.field(column).type):
+            return True
+        metadata = self._file.metadata
+        leaf = [i for i in range(metadata.num_columns) if self._file.schema.column(i).path == column]
+        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        found = [(group.column(leaf[0]).statistics, group.num_rows) for group in groups] if leaf else []
+        return bool(found) and all(
+            each is not None and each.has_null_count and each.null_count == rows for each, rows in found
+        )
+
+    @override
     def close(self) -> None:
         self._file.close()
         self._coded.close()

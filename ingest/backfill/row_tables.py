@@ -62,6 +62,11 @@ class RowTables(ABC):
         """Return why the file as a whole has no rows of its format, if so."""
         return None
 
+    def is_null(self, column: str) -> bool:
+        """Return whether a column is known to have no value."""
+        del column
+        return False
+
     @abstractmethod
     def tables(self, columns: Sequence[str], row: int, hint: Seek | None = None) -> Iterator[FileRows]:
         """Yield tables of consecutive rows from `row` on; `hint` is of this row or an earlier one, if any is known."""

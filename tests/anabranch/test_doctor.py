@@ -1046,7 +1046,9 @@ class TestHistory:
             path.unlink()
         setting("stream.backfill.files", [f"{lake}/**/*.parquet"])
         finding = only(diagnose("history"), "backfill.label")
-        assert finding.message.startswith("No file has the column y of [schema.label], so that nothing can be learned")
+        assert finding.message.startswith(
+            "No file has a value in the column y of [schema.label], so that nothing can be learned"
+        )
         assert finding.message.endswith("their paths have it (y=0), which is not read.")
         setting("stream.unlabelled", "store")
         assert kinds(diagnose("history")) == []

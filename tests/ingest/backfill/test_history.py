@@ -542,9 +542,13 @@ def test_files_without_the_label_are_refused_where_rows_need_one(tmp_path: Path)
     pq.write_table(pa.table({"x": x}), tmp_path / "y=1" / "a.parquet")
     settings = BackfillSettings(files=(f"{tmp_path}/**/*.parquet",))
     schema = Schema(SchemaSettings.model_validate(SCHEMA))
-    sentence = r"no file has the column y of \[schema.label\], .*; their paths have it \(y=1\), which is not read; name"
+    sentence = r"no file has a value in the column y of \[schema.label\], .*; their paths have it \(y=1\)"
     with pytest.raises(SettingsError, match=sentence):
         FileHistory(settings, schema, 0, 1000, need_label=True).list_files(None)
     assert numbers(read(begun(tmp_path / "**/*.parquet"))) == [0, 0, 0]
+    for nulls in (pa.nulls(3), pa.array([None] * 3, pa.int64())):
+        pq.write_table(pa.table({"x": x, "y": nulls}), tmp_path / "y=1" / "b.parquet")
+        with pytest.raises(SettingsError, match=sentence):
+            FileHistory(settings, schema, 0, 1000, need_label=True).list_files(None)
     pq.write_table(pa.table({"x": x, "y": [1, 2, 0]}), tmp_path / "y=1" / "b.parquet")
     FileHistory(settings, schema, 0, 1000, need_label=True).list_files(None)
