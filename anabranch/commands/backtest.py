@@ -8,6 +8,7 @@ published, and nothing is written.
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -33,6 +34,7 @@ from ingest.events.schema import Schema
 from ingest.feature_settings import FeatureSettings
 from ingest.formats.base import Decoded
 from ingest.formats.json import JsonFormat
+from ingest.worker.value_decoder import ValueDecoder
 from learner.__main__ import deployment_of
 from learner.build import LearnerSpec
 from learner.model.device import choose_device, without_denormals
@@ -242,14 +244,14 @@ def _batches(source: EventFile, schema: Schema, rows: int, result: BacktestResul
 
 
 def _decoded(source: Iterable[FileRecord], schema: Schema, rows: int, result: BacktestResult) -> Iterator[Decoded]:
-    decoder, records = JsonFormat(schema), iter(source)
+    decoder, records = ValueDecoder(JsonFormat(schema), schema, sys.maxsize), iter(source)
     while some := list(itertools.islice(records, rows)):
         usable = [record for record in some if not record.fault]
         values = [
             record.content if isinstance(record.content, bytes) else msgspec.json.encode(record.content)
             for record in usable
         ]
-        decoded = decoder.decode(values)
+        decoded, _ = decoder.decode(values, [()] * len(values), {})
         faults = [f"{record.location}: {record.fault}" for record in some if record.fault]
         faults += [f"{usable[reject.message].location}: {reject.reason}" for reject in decoded.rejects]
         result.skipped += len(faults)

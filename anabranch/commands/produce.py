@@ -22,6 +22,7 @@ from ingest.formats.json_text import decoded
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import pack_rows
 from ingest.kafka.producer import EventProducer, create_topics
+from ingest.worker.value_decoder import ValueDecoder
 
 __all__ = ["STDIN", "OnError", "Produced", "produce"]
 
@@ -131,7 +132,7 @@ class _Encoder:
             raise SettingsError(
                 f'produce cannot write stream.format = "{stream.format}": use a serializer of the registry'
             )
-        self._format = FORMATS[stream.format](self.schema)
+        self._decoder = ValueDecoder(FORMATS[stream.format](self.schema), self.schema, int(stream.max_message_bytes))
         self._pack = packer(stream.format)
         self._most_bytes = int(stream.max_message_bytes)
         self._checked = checked
@@ -172,7 +173,7 @@ class _Encoder:
 
     def _check(self, messages: list[_Message]) -> list[_Message]:
         good = [i for i, message in enumerate(messages) if not message.fault]
-        decoded = self._format.decode([messages[i].value for i in good])
+        decoded, _ = self._decoder.decode([messages[i].value for i in good], [()] * len(good), {})
         self.unknown_fields += decoded.unknown_fields
         for reject in decoded.rejects:
             i = good[reject.message]

@@ -12,6 +12,7 @@ import obstore
 from obstore.exceptions import BaseError, NotFoundError, PreconditionError
 from typing_extensions import override
 
+from anabranch.core.failures import PanicError, panics_are_errors
 from anabranch.core.object_store.client import open_store
 from ingest.backfill.files import FileMark, FileStore, tag_of
 from ingest.errors import HistoryAwayError, HistoryError
@@ -112,13 +113,14 @@ class _Ranges(io.RawIOBase):
 def _named(name: str) -> Iterator[None]:
     """Turn obstore's errors into ours."""
     try:
-        yield
+        with panics_are_errors():
+            yield
     except PreconditionError as exc:
         raise HistoryError(
             f"{name} was changed while it was read; put back the version that was listed, or move the checkpoints away "
             "to read the history again"
         ) from exc
-    except (BaseError, OSError) as exc:
+    except (BaseError, OSError, PanicError) as exc:
         why = str(exc).partition("\n")[0]
         raise HistoryAwayError(f"{name} cannot be read: {why}; reading it is tried again") from exc
 

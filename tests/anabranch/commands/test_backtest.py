@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 
 from anabranch.cli import app as cli
-from anabranch.commands.backtest import backtest
+from anabranch.commands.backtest import BacktestResult, _decoded, backtest
 from anabranch.commands.backtesting import training
+from anabranch.commands.event_files.files import FileRecord
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
 from ingest.feature_settings import Number
 from learner.loop_parts.learning_step import LearningStep
 from replay.build import build_store
 from replay.store import Store
+from tests.support.tokenizer import write_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -378,3 +382,15 @@ def test_a_model_that_raises_on_all_events_is_named(table: Callable[..., Path]) 
         SettingsError, match=r"no event of .*table.jsonl could be scored: the model raised on .*only zeros"
     ):
         overall(file)
+
+
+def test_a_text_that_a_tokenizer_cannot_encode_is_left_out_and_named(tmp_path: Path) -> None:
+    backtracks = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    path = write_tokenizer(tmp_path / "tokenizer.json", pre_tokenizer=backtracks)
+    feature = {"dtype": "string", "encode": {"tokenizer": str(path), "length": 4}}
+    schema = Schema(SchemaSettings.model_validate({"features": {"t": feature}, "label": {"name": "y", "classes": 2}}))
+    records = [FileRecord(f"line {at}", {"t": text, "y": 1}) for at, text in enumerate(["good", "a" * 40 + "!", "bad"])]
+    result = BacktestResult("accuracy")
+    (decoded,) = _decoded(records, schema, 10, result)
+    assert decoded.message.tolist() == [0, 2]
+    assert str(result.first_fault).startswith("line 1: the tokenizer cannot encode a text: ")
