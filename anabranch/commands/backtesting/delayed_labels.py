@@ -48,7 +48,7 @@ class DelayedRun:
     """A run in which an event is scored when it comes, and trained on when the policy says so.
 
     Time is that of the events. It moves with each batch: labels up to the time of the first event of a batch are known
-    before it is scored.
+    before it is scored, or up to the middle one of the batch, where that is earlier: no single time decides.
     """
 
     def __init__(self, training: BacktestTraining, strategy: str, policy: Policy, delay: LabelDelay) -> None:
@@ -78,7 +78,7 @@ class DelayedRun:
         if not columns:
             return
         time_B = columns["time"].astype(np.float64)
-        self._clock = max(self._clock, float(time_B[0]))
+        self._clock = min(float(time_B[0]), float(np.sort(time_B)[len(time_B) // 2]))
         self._decide()
         self._train()
         output_B = self._predict(columns)
@@ -89,7 +89,6 @@ class DelayedRun:
         if self._policy != "wait":
             self._enqueue(_relabelled(columns, 0), Early.NEGATIVE)
             self._train()
-        self._clock = max(self._clock, float(time_B.max()))
 
     def _predict(self, columns: Mapping[str, Array]) -> NDArray[np.float32]:
         """Return the model's output for the events as it is now, in evaluation mode."""

@@ -149,6 +149,20 @@ def test_a_label_after_the_wait_does_not_count(run: Callable[..., Any], late: Ca
 
 
 @pytest.mark.slow
+def test_a_wrong_time_of_an_event_lets_no_other_label_come_early(
+    run: Callable[..., Any], late: Callable[..., Path]
+) -> None:
+    path = late(1800.0)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for index in (500, 512):  # within a batch of 32, and the first of one
+        events[index]["t"] += 3 * 365 * 86_400
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    (only,) = json.loads(run(path, "--label-time", "known", "--json")[1])["runs"]
+    assert only["labelled"] > 200
+    assert 930 <= only["labelled"] + only["timed_out"] < 963, "those of the last hour wait on"
+
+
+@pytest.mark.slow
 def test_policies_and_replay_are_compared_side_by_side(run: Callable[..., Any], late: Callable[..., Path]) -> None:
     file = late(1800.0, early="negative-then-correct")
     document = json.loads(run(file, "--label-time", "known", "--compare", "--json")[1])
