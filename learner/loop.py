@@ -215,7 +215,7 @@ class TrainingLoop:
     @property
     def warning(self) -> str | None:
         """One sentence on what the learner changed to continue, although it is healthy."""
-        return self._step.memory.waiting or self._parts.trainer.warning
+        return self._step.memory.waiting or self._parts.trainer.warning or self._step.values.warning
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint, except the store's part, before the first step; raises CheckpointError if it does not

@@ -87,9 +87,7 @@ class Reporter:
         self._heartbeat = Heartbeat(metrics.learner.heartbeat)
         self._backfill = BackfillRate()
         learned = features_of(parts.trainer.model)
-        self._features = (
-            None if learned is None else FeatureWatch(learned, lambda: [each.name for each in loop.ledger.partitions])
-        )
+        self._features = None if learned is None else FeatureWatch(learned, loop.ledger)
         self._marks: deque[tuple[float, ...]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
         self._unusable: list[str] = []

@@ -41,6 +41,8 @@ _MOST_LETTERED = 3
 """A message that was a dead letter this often is in a loop: pipelines read each other's dead letters."""
 _SOURCE = "anabranch-source"
 _LOG_SECONDS = 60.0
+_NAMED = 20
+"""Events that one line of the log names."""
 _MOST_AHEAD_MS = 300_000
 """A record time further ahead of the clock is a mistake: local time written as UTC, or microseconds."""
 
@@ -193,13 +195,15 @@ class BlockBuilder:
         """Return the events with a weight that was too large, and log the first of them, once a minute at most."""
         if decoded.overweight and time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + _LOG_SECONDS
-            message = decoded.overweight[0]
-            index = int(part[message])
-            of, at = incoming[index].messages, message - firsts[index]
+            named = []
+            for message in decoded.overweight[:_NAMED]:
+                index = int(part[message])
+                of = incoming[index].messages
+                name = of.partition
+                named.append(f"{name.topic}[{name.partition}]@{of.offsets[message - firsts[index]]}")
             log.warning(
-                "%s[%d]@%d and %d others of %d messages have a weight above schema.weight.max = %g, and count as that",
-                *(of.partition.topic, of.partition.partition, of.offsets[at]),
-                *(len(decoded.overweight) - 1, len(part), self._most_weight),
+                "%d events have a weight above schema.weight.max = %g, and count as that: %s",
+                *(len(decoded.overweight), self._most_weight, ", ".join(named)),
             )
         return len(decoded.overweight)
 

@@ -1,11 +1,13 @@
 """What learned features have met that a person should see: values far from all others, and a scale that collapsed."""
 
 import logging
+from collections import Counter
 
 from learner.model.features.learned import LearnedFeatures
 from learner.model.features.numbers import FELL, LearnedNumber
 from learner.stream.ledger import Ledger
 
+_MOST_LOGGED = 20
 _MANY = 0.05
 """Values beyond a fixed scale, of those of late."""
 
@@ -19,7 +21,7 @@ class FeatureWatch:
         """Take what learns, and the ledger, by whose partitions events are named."""
         self._learned = learned
         self._ledger = ledger
-        self._logged = dict[str, int]()
+        self._logged = Counter[str]()
         self._sentences = dict[str, str]()
 
     @property
@@ -34,20 +36,22 @@ class FeatureWatch:
         return {name: number.clipped for name, number in self._learned.numbers.items()}
 
     def poll(self) -> None:
-        """Log the outliers since the last call."""
-        for name, outlier in self._learned.outliers.items():
-            if self._logged.get(name) == outlier.count:
-                continue
-            self._logged[name] = outlier.count
+        """Log the outliers since the last call, of each feature the first ones of a process."""
+        while self._learned.outliers:
+            outlier = self._learned.outliers.popleft()
+            name = outlier.feature
             partition = self._ledger.partitions[outlier.partition].name
             where, at = f"{partition.topic}[{partition.partition}]", outlier.offset
             command = f'"anabranch undo --offsets {where}@{at}..{at}"'
-            self._sentences[name] = (
+            sentence = (
                 f"schema.features.{name} of {where}@{at} is {outlier.value:g}, far from all others: "
                 f"its scale learned from it as from a nearer one. {command} takes the event out of the weights too; "
                 f"schema.features.{name}.min and max refuse such values"
             )
-            log.warning("%s", self._sentences[name])
+            self._logged[name] += 1
+            if self._logged[name] <= _MOST_LOGGED:
+                log.warning("%s", sentence)
+            self._sentences = {**self._sentences, name: sentence}  # which another thread may read meanwhile
 
 
 def _of_scale(name: str, number: LearnedNumber) -> str | None:

@@ -18,8 +18,10 @@ from learner.evaluation.prequential import Scored
 from learner.loop_parts.loop_state import StepState
 from learner.loop_parts.non_finite import NonFiniteSteps
 from learner.loop_parts.raising_events import RaisingEvents
+from learner.loop_parts.value_watch import ValueWatch
 from learner.metrics import LearnerMetrics
 from learner.model.faulty_events import RaisingEventsError
+from learner.model.features.learned import features_of
 from learner.replay_feed import NOTHING, Replay, ReplayFeed
 from learner.strategies.examples import TEACHER, Examples
 from learner.stream.batch import Batch
@@ -54,6 +56,8 @@ class LearningStep:
         self._trained_new, self._trained_old = (metrics.rows.labels(source) for source in ("new", "replay"))
         self._lr_factor = 1.0
         self.non_finite = NonFiniteSteps(metrics.non_finite)
+        learned = features_of(trainer.model)
+        self.values = ValueWatch(() if learned is None else learned.numbers)
         self.memory = memory
         self.copied: Callable[[Mapping[str, Array]], Examples] = trainer.examples
         """Returns the new events of a batch on the device."""
@@ -143,6 +147,7 @@ class LearningStep:
         if result is None:
             self._raised.steps_in_a_row += 1
             return
+        self.values.observe(batch.new, names)
         if not result.finite:
             self.non_finite.add(state.steps, result.loss, batch.new, names)
             return

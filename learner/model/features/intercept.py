@@ -28,6 +28,10 @@ _KEPT = 0.999
 """What of the totals is kept in each step."""
 _LARGEST_RESIDUAL = 1e15
 """Nothing is learned from a larger one, whose square may be infinite."""
+_FAR = 16.0
+"""A larger residual counts as so many usual ones: one wrong label of a regression must not rule a group."""
+_SPREAD = 0.1
+"""Of the logarithm of the usual residual, in one step."""
 _TINY = 1e-12
 _CURVATURE, _SQUARES, _INFORMATION = range(3)
 
@@ -37,6 +41,8 @@ class Residual(NamedTuple):
 
     value_BK: Tensor
     information_BK: Tensor
+    is_chance: bool = True
+    """Whether values are differences of probabilities, which are bounded; else they are in the label's unit."""
 
 
 def residual_of(task: Task, output_B: Tensor, label_B: Tensor) -> Residual:
@@ -51,7 +57,7 @@ def residual_of(task: Task, output_B: Tensor, label_B: Tensor) -> Residual:
     else:
         assert isinstance(task, Regression)
         value_BK = label_B.float().reshape(-1, 1) - output.reshape(-1, 1)
-        return Residual(value_BK, torch.ones_like(value_BK))
+        return Residual(value_BK, torch.ones_like(value_BK), is_chance=False)
     return Residual(value_BK, chance_BK * (1 - chance_BK))
 
 
@@ -60,7 +66,7 @@ class GroupIntercept(nn.Module):
 
     Its buffers: `score` and `information`, float32 `[N, K]`, the sums over the events of each row, of which
     `score / (information + strength)` is the intercept; `log_strength` of the prior, in events of information 1; and
-    `totals`. The rows that groups without a row share remain 0.
+    `totals`; `usual`, the size of most residuals of a regression. The rows that groups without a row share remain 0.
     """
 
     def __init__(self, settings: LearnedVocabulary, width: int) -> None:
@@ -71,6 +77,7 @@ class GroupIntercept(nn.Module):
             self.register_buffer(name, torch.zeros(settings.learn, width))
         self.register_buffer("log_strength", torch.tensor(_FIRST_STRENGTH))
         self.register_buffer("totals", torch.zeros(3))
+        self.register_buffer("usual", torch.zeros(()))
 
     def forward(self, keys_B: Tensor) -> Tensor:
         """Return the intercepts of groups, float32 `[B, K]`."""
@@ -91,6 +98,8 @@ class GroupIntercept(nn.Module):
         keys = torch.from_numpy(keys_B).to(score.device)
         mean_BK, shrunk_BK = self._mean(self.table(keys))
         value_BK = torch.where(residual.value_BK.abs() < _LARGEST_RESIDUAL, residual.value_BK, 0)
+        if not residual.is_chance:
+            value_BK = self._bounded(value_BK)
         information_BK = residual.information_BK * weight_B[:, None]
         gradient_BK = value_BK * weight_B[:, None]
         self._learn_strength(mean_BK * shrunk_BK, value_BK, gradient_BK, information_BK)
@@ -109,6 +118,18 @@ class GroupIntercept(nn.Module):
         change_BK = functional.one_hot(label_B.long(), score.shape[1]).to(score)
         change_BK[:, 0] -= 1
         score.index_add_(0, rows_B, change_BK * weight_B[:, None] * (rows_B >= self.table.shared)[:, None])
+
+    def _bounded(self, value_BK: Tensor) -> Tensor:
+        """Return residuals, none of which is far larger than they usually are: what half of them are below.
+
+        A median that follows the stream by a step for each batch (Robbins & Monro 1951), in any unit of the label.
+        """
+        usual, absolute_BK = self.get_buffer("usual"), value_BK.abs()
+        first = absolute_BK.median()
+        spread = 2 * (absolute_BK > usual).float().mean() - 1
+        usual.copy_(torch.where(usual > 0, usual * (_SPREAD * spread).exp(), first))
+        most = torch.where(usual > 0, _FAR * usual, torch.inf)
+        return value_BK.clamp(-most, most)
 
     def _mean(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the intercepts of rows, and how much of each step towards the label the prior takes, in 0..1."""

@@ -4,6 +4,7 @@ The user's module keeps its class and the names of its tensors. A hook gives its
 that whatever runs the module, in training, in the gate, in serving or in an export, runs the same transformation.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,18 +29,19 @@ NAME = "learned_features"
 
 _NEVER = 2**63 - 1
 _OWNER = "owner"
+_OUTLIERS = 100
 
 Columns = Mapping[str, NDArray[Any]]
 
 
 class Outlier(NamedTuple):
-    """The last value of a feature that was far from all others, and how many there were since the start."""
+    """A value of a feature that is far from all others."""
 
+    feature: str
     value: float
     partition: int
     """The index of its partition."""
     offset: int
-    count: int
 
 
 class LearnedFeatures(nn.Module):
@@ -59,8 +61,8 @@ class LearnedFeatures(nn.Module):
         """By which keys of events become owners of rows; None: rows have no owners, and an erasure takes none."""
         self._added: Tensor | None = None
         """The intercepts of the pass that runs, from its begin to its end."""
-        self.outliers: dict[str, Outlier] = {}
-        """By the name of the feature; those of which `observe` got the offset."""
+        self.outliers: deque[Outlier] = deque(maxlen=_OUTLIERS)
+        """The last ones of which `observe` got the offset; whoever reports them takes them out."""
         for feature in schema.features:
             of = settings.features[feature.name]
             if of.intercept:
@@ -221,11 +223,10 @@ class LearnedFeatures(nn.Module):
         return None if self.secret is None else self.owners_of(columns["key_hash"])
 
     def _remember(self, name: str, columns: Columns, far: NDArray[np.intp]) -> None:
-        at, before = far[-1], self.outliers.get(name)
-        values = columns[f"feature.{name}"][at].reshape(-1)
-        value = float(values[np.nanargmax(np.abs(values.astype(np.float64)))])
-        count = len(far) + (0 if before is None else before.count)
-        self.outliers[name] = Outlier(value, int(columns["partition"][at]), int(columns["offset"][at]), count)
+        for at in far.tolist():
+            values = columns[f"feature.{name}"][at].reshape(-1)
+            value = float(values[np.nanargmax(np.abs(values.astype(np.float64)))])
+            self.outliers.append(Outlier(name, value, int(columns["partition"][at]), int(columns["offset"][at])))
 
     def _keys(self, name: str, columns: Columns) -> NDArray[np.int64]:
         """Return the keys of an input of the model, int64 `[B * ...]`."""

@@ -110,7 +110,7 @@ def test_a_weight_above_the_largest_counts_as_that_and_is_named_once(caplog: pyt
     assert assembled.columns["outcome"].tolist()[4:] == [Outcome.DEAD_LETTERED] * 2
     assert assembled.overweight == 2
     assert caplog.messages == [
-        "events[3]@101 and 1 others of 6 messages have a weight above schema.weight.max = 10, and count as that"
+        "2 events have a weight above schema.weight.max = 10, and count as that: events[3]@101, events[3]@103"
     ]
 
 
