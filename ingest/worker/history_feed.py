@@ -121,8 +121,8 @@ class HistoryFeed:
         ends = self._client.log_ends(list(positions))
         # Files have the events of the topics as they were when the history began. Of a topic that was created again
         # since, nothing else has them.
-        gone = {name for name in table.partitions if name.topic in self._stream.topics and not name.incarnation}
-        gone -= {name for name in gone if name in positions or name.next_incarnation not in table.index}
+        first = {name for name in table.partitions if name.topic in self._stream.topics and not name.incarnation}
+        gone = first - positions.keys()
         every = positions | {name: table.positions[table.index[name]].offset for name in gone}
         begins = self._run(lambda: history.plan(every, starts | dict.fromkeys(gone, _REMOVED), ends, first=self._first))
         if not begins and not history.done:

@@ -42,7 +42,7 @@ from ingest.worker.block_builder import BlockBuilder
 from ingest.worker.retention_watch import RetentionWatch
 from ingest.worker.worker import IngestWorker, StoppedError
 
-P0 = TopicPartition("events", 0)
+P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 SCHEMA = Schema(
     SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
 )
@@ -233,6 +233,26 @@ def test_files_are_read_to_their_end_though_the_topic_was_created_again(tmp_path
         assert opened.partitions == [file, P0, P0.next_incarnation]
         receive(is_last)
     assert covered == [(1, 4, 9), (0, 0, 1), (2, 0, 1)]
+
+
+def test_files_of_a_partition_that_the_topic_has_no_more_are_read_to_their_end(tmp_path: Path) -> None:
+    columns = {"x": [1.0] * 9, "y": [1] * 9, "p": [1] * 9, "o": [*range(9)]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    identity = {"partition": "p", "offset": "o"}
+    client = FakeClient({P0: FakePartition(), P1: FakePartition(end=10)})
+    client.ids = {"events": "one"}
+    with working(client, tmp_path, identity=identity) as receive:
+        opened = receive(lambda message: isinstance(message, PartitionsOpened))
+        assert isinstance(opened, PartitionsOpened)
+    marks = [PartitionFingerprint(mark) for mark in opened.ids]
+    client.ids = {"events": "two"}
+    del client.topics[P1]
+    positions = [(opened.partitions[0], Position(0)), (P0, Position(0)), (P1, Position(4))]
+    with working(client, tmp_path, positions, marks, on_gap="earliest", identity=identity) as receive:
+        opened = receive(lambda message: isinstance(message, PartitionsOpened))
+        assert isinstance(opened, PartitionsOpened)
+        assert opened.unread == [1, 2]
+        receive(covers(2, 9))
 
 
 @pytest.mark.parametrize("error", [BrokerError("it is away"), SettingsError("kafka-python has no such property")])
