@@ -16,6 +16,7 @@ from learner.object_storage.bucket_storage import BucketStorage
 from learner.object_storage.config import StorageSettings
 from learner.object_storage.erasure_upload import ErasureUpload, fetch_erasures
 from learner.object_storage.fetching import fetch_versions, newest_age
+from learner.object_storage.head import HeadReader
 from learner.object_storage.holder import holder_of
 from learner.object_storage.lease import Lease, PrefixOwner
 from learner.state_dir.checkpoint import Checkpoints
@@ -68,6 +69,7 @@ def hold_storage(
     fetched = state_dir / FETCHED
     shutil.rmtree(fetched, ignore_errors=True)
     if urlsplit(settings.url).scheme not in _LOCAL:  # there, the comparison is this program's
+        HeadReader(settings.quick_bucket).poll()  # before anything is written there
         check_conditional_writes(settings.quick_bucket)
     lease = Lease(settings.quick_bucket, settings.lease, holder_of(state_dir), owner)
     bucket, only = settings.bucket, settings.mode == "only"

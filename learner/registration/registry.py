@@ -1,6 +1,7 @@
 """The registry of MLflow, whose client runs in a separate process: its answers are bounded in bytes and time."""
 
 import contextlib
+import logging
 import os
 import selectors
 import subprocess
@@ -30,6 +31,9 @@ _MOST_BYTES = 65536
 """Of an answer."""
 
 
+log = logging.getLogger(__name__)
+
+
 class MlflowRegistry(Registry):
     """A registered model; see `mlflow_client.py`. A call that takes too long ends the process, and the next starts it.
 
@@ -50,8 +54,8 @@ class MlflowRegistry(Registry):
         """Held during a call."""
         try:
             self._start()
-        except RegistrationError as exc:
-            raise SettingsError(f"[mlflow] cannot be used: {exc}") from exc
+        except RegistrationError as exc:  # on a busy machine; the first call starts it again
+            log.warning("%s", exc)
 
     @override
     def register(self, version: Registration) -> str:

@@ -161,3 +161,12 @@ def test_the_process_may_be_killed_and_ends_during_a_call_with_the_registry(
 def test_an_address_that_the_client_refuses_is_a_wrong_setting(open_registry: Callable[..., MlflowRegistry]) -> None:
     with pytest.raises(SettingsError, match=r'mlflow.tracking_uri = "nothing://m"'):
         open_registry("nothing://m")
+
+
+def test_a_machine_that_is_too_busy_at_the_start_is_no_wrong_setting(
+    mlflow: MlflowServer, open_registry: Callable[..., MlflowRegistry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as busy:
+        busy.setattr(module, "_LONGEST_START", timedelta(0))
+        registry = open_registry(mlflow.url)
+    assert registry.register(VERSION) == "1"
