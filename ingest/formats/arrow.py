@@ -19,6 +19,7 @@ from ingest.events.schema import Schema
 from ingest.formats.arrow_columns import Faults, columns_of, fields_of, sizes_of
 from ingest.formats.arrow_ipc import UnfitError, claims
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, Reject, joined, nothing, reject_unusable_numbers
+from ingest.formats.other_formats import not_binary
 
 _UNREADABLE = (UnfitError, pa.ArrowException, ValueError, OSError, MemoryError)
 """Errors that pyarrow raises for a bad message."""
@@ -60,7 +61,7 @@ class ArrowFormat:
                     raise UnfitError(plan)
                 batches = _read(value, plan)
             except _UNREADABLE as exc:
-                rejects.append(Reject(index, WHOLE_MESSAGE, str(exc).partition("\n")[0]))
+                rejects.append(Reject(index, WHOLE_MESSAGE, not_binary(value) or str(exc).partition("\n")[0]))
                 continue
             unknown += plan.has_unknown
             groups.setdefault(start, []).extend((index, batch) for batch in batches)

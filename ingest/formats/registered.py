@@ -17,6 +17,7 @@ from ingest.events.schema import Schema
 from ingest.formats.avro_records.aliases import aliases_in, fields_in
 from ingest.formats.avro_records.fields import names_of
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, RecordDecoder, Reject, joined, nothing
+from ingest.formats.other_formats import not_binary
 from ingest.schema_registry.cache import SchemaId, WriterSchemas
 from ingest.schema_registry.message_ids import FIRST_MESSAGE, HEADER, SchemaIdError, locate
 from ingest.schema_registry.sized_cache import SizedCache
@@ -113,7 +114,7 @@ class RegisteredFormat:
                 try:
                     schema_id, indexes, begin = locate(value, own, has_indexes=has_indexes)
                     if schema_id is None and not self._fallback:
-                        raise SchemaIdError(self._no_id)
+                        raise SchemaIdError(not_binary(value) or self._no_id)
                 except SchemaIdError as exc:
                     if not self._fallback or header is not None:
                         rejects.append(Reject(message, WHOLE_MESSAGE, f"schema: {exc}"))

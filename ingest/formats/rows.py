@@ -18,6 +18,7 @@ from ingest.events.encoders import hash_texts
 from ingest.events.schema import IGNORED, Label, Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, Reject, reject_unusable_numbers
 from ingest.formats.label_lists import column_of_lists, ids_of_classes
+from ingest.formats.other_formats import not_binary
 
 _EXTRAS = {"key": "<i8", "time": "<f8", "weight": "<f4", "group": "<i8", "join": "<i8"}
 
@@ -104,7 +105,11 @@ class RowsFormat:
         lengths = np.fromiter(map(len, values), np.int64, len(values))
         fits = (lengths % size == 0) & (lengths > 0)
         rejects = [
-            Reject(int(index), WHOLE_MESSAGE, f"{lengths[index]} bytes are not whole rows of {size} bytes")
+            Reject(
+                int(index),
+                WHOLE_MESSAGE,
+                not_binary(values[index]) or f"{lengths[index]} bytes are not whole rows of {size} bytes",
+            )
             for index in np.flatnonzero(~fits)
         ]
         good = np.flatnonzero(fits)

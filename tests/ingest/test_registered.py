@@ -251,7 +251,7 @@ class TestBadMessages:
                 lambda value: b"\x07" + value[1:],
                 "it has no schema id: neither the header __value_schema_id, nor a value",
             ),
-            (lambda value: b'{"amount": 12}', "it has no schema id"),
+            (lambda value: b'{"amount": 12}', 'it is a JSON object: set stream.format = "json"'),
             (lambda value: b"", "it has no schema id"),
             (lambda value: value[:3], "the id of its schema has 3 of 5 bytes"),
             (lambda value: value[:-1], "the record cannot be read: "),

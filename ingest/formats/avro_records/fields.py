@@ -10,6 +10,7 @@ from functools import cached_property
 
 from ingest.events.schema import Schema
 from ingest.formats.avro_records.schema import NO_TIMES, TIMESTAMPS, AvroType
+from ingest.formats.other_formats import DEBEZIUM, UNWRAP
 from ingest.schema_registry.writer_schema import UnfitSchemaError
 
 _NUMBERS = frozenset({"long", "float", "double", "decimal"})
@@ -99,7 +100,8 @@ def read_fields(schema: Schema, record: AvroType) -> AvroReading:
             raise UnfitSchemaError(f"{field.name} is of Avro type {kind.name}, not {field.expected}")
         elif field.required:
             what = "has no field" if kind is None else "has only null in"
-            raise UnfitSchemaError(f"the writer's record {what} {field.name}, which has no default")
+            envelope = f"; it is an envelope of Debezium: {UNWRAP}" if set(record.fields) >= DEBEZIUM else ""
+            raise UnfitSchemaError(f"the writer's record {what} {field.name}, which has no default{envelope}")
     return AvroReading(schema, record, tuple(read))
 
 

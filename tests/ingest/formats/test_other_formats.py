@@ -1,13 +1,18 @@
 """JSON messages in an envelope, or of another format, are rejected with what they are."""
 
+import gzip
 import json
 from typing import Any
 
 import pytest
 
+from ingest.config import StreamSettings
 from ingest.formats.base import Reject
 from ingest.formats.json import JsonFormat
+from ingest.formats.registry import FORMATS, make_format
+from ingest.schema_registry.cache import writer_schemas
 from tests.ingest.conftest import make_schema
+from tests.support.registry_server import Registry
 
 SCHEMA = make_schema({"x": {"dtype": "float32"}}, {"name": "y", "classes": 2})
 ROW = {"x": 1.5, "y": 1}
@@ -31,17 +36,50 @@ def rejected(value: Any) -> str:
         ({"schema": {}, "payload": CHANGE}, 'with the event in "payload", and in it an envelope of Debezium: let the'),
         (b"\0\0\0\0\7" + json.dumps(ROW).encode(), 'set stream.format = "json-schema", and [stream.registry]'),
         (b"\0\0\0\0\7\2\0\0\xc0\x3f", 'set stream.format = "avro" or "protobuf", and [stream.registry]'),
+        (
+            {"specversion": "1.0", "id": "1", "source": "/a", "type": "t", "data": ROW},
+            'stream.envelope = "cloudevents"',
+        ),
+        (
+            gzip.compress(json.dumps(ROW).encode()),
+            "it is compressed with gzip: let the producer send events as they are",
+        ),
+        (b"\xef\xbb\xbf" + json.dumps(ROW).encode(), "it begins with a byte order mark"),
+        (json.dumps(ROW).encode("utf-16"), "it is UTF-16"),
+        (b"Obj\1abc", "it is an Avro file"),
     ],
 )
 def test_what_it_is_comes_before_the_reason_of_the_decoder(value: Any, what: str) -> None:
     reason = rejected(value)
     assert what in reason
-    assert "(Object missing required field `x`)" in reason or "(JSON is malformed" in reason
+    assert "(Object missing required field `x`)" in reason or "(JSON is malformed" in reason or b"Obj" in value
 
 
 @pytest.mark.parametrize("value", [{"y": 1}, {"schema": 1, "y": 2}, {"after": ROW}, b"\0\0", b"[", [ROW], b""])
 def test_others_have_the_reason_of_the_decoder_alone(value: Any) -> None:
     assert not rejected(value).startswith("it ")
+
+
+@pytest.mark.parametrize("form", ["rows", "arrow"])
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (json.dumps(ROW).encode(), 'it is a JSON object: set stream.format = "json"'),
+        (json.dumps(CHANGE).encode(), "it is an envelope of Debezium, "),
+        (gzip.compress(b"abc"), "it is compressed with gzip"),
+    ],
+)
+def test_binary_formats_know_them_too(form: str, value: bytes, what: str) -> None:
+    assert FORMATS[form](SCHEMA).decode([value]).rejects[0].reason.startswith(what)
+
+
+def test_a_format_of_a_registry_knows_json(registry: Registry) -> None:
+    stream = StreamSettings.model_validate({"topics": ["t"], "format": "avro", "registry": {"url": registry.url}})
+    schemas = writer_schemas(stream.resolved("test"))
+    assert schemas is not None
+    (reject,) = make_format(stream.resolved("test"), SCHEMA, schemas).decode([json.dumps(ROW).encode()]).rejects
+    assert reject.reason == 'schema: it is a JSON object: set stream.format = "json"'
+    schemas.close()
 
 
 def test_an_event_whose_fields_are_those_of_an_envelope_is_an_event() -> None:
