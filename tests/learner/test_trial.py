@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -171,7 +172,7 @@ def train(setup: TrainingSetup, steps: int = 2) -> Trainer:
     trainer = Trainer(**setup.arguments)
     for step in range(steps):
         columns = fake_columns(setup.schema, range(8 * step, 8 * step + 8), label=[0, 1])
-        columns["feature.x"][:] = columns["feature.x"] / 100
+        columns["feature.x"][:] = columns["feature.x"].astype(np.float32) / 100
         assert trainer.step(trainer.examples(columns), columns=columns).finite
     return trainer
 
@@ -204,7 +205,7 @@ def test_the_older_weight_norm_can_be_copied_after_a_pass(build: Build) -> None:
     with torch.no_grad():
         before = forward(trainer.model.eval(), x)
         assert torch.equal(forward(copied.eval(), x), before)
-        copied[0].weight_g.mul_(3)  # type: ignore[index,union-attr]
+        copied[0].weight_g.mul_(3)  # type: ignore[index]
         assert not torch.equal(forward(copied, x), before)
         assert torch.equal(forward(trainer.model, x), before)
 

@@ -34,7 +34,7 @@ class Dividing(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         x /= 100
         x[x.isnan()] = 0.0
-        output: Tensor = super().forward(x)
+        output: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return output
 
 
