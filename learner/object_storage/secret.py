@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from anabranch.core.failures import DamagedError
 from anabranch.core.object_store.bucket import Bucket
 from anabranch.core.stream_secret import SECRET_BYTES, SECRET_FILE, StreamSecret
 from learner.errors import StorageError
@@ -15,12 +16,16 @@ def fetch_secret(bucket: Bucket, state_dir: Path) -> None:
 
     Raises:
         BucketAwayError: the object store cannot be reached.
-        StorageError: both have a secret, and not the same.
+        StorageError: both have a secret, and not the same, or what the object store has is none.
     """
     try:
         there, here = bucket.read(OBJECT, SECRET_BYTES), StreamSecret.read(state_dir)
     except FileNotFoundError:
         return
+    except DamagedError as exc:
+        raise StorageError(str(exc)) from exc
+    if len(there) != SECRET_BYTES:
+        raise StorageError(f"{bucket.url}/{OBJECT} has {len(there)} bytes, and not the {SECRET_BYTES} of a secret")
     if here is None:
         StreamSecret(there).write(state_dir)
     elif here.value != there:
