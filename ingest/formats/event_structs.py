@@ -33,12 +33,20 @@ class StructDecoder(Generic[T]):
     """Makes a struct of each value, then columns of all structs."""
 
     def __init__(
-        self, schema: Schema, exact: Callable[[T], Any], lenient: Callable[[T], Any], reason_prefix: str = ""
+        self,
+        schema: Schema,
+        exact: Callable[[T], Any],
+        lenient: Callable[[T], Any],
+        reason_prefix: str = "",
+        *,
+        repaired: Callable[[T], Any] | None = None,
     ) -> None:
         """`exact` and `lenient` make a struct of a value; the first raises where a value has unknown fields.
 
-        The reason of a value from which neither makes a struct begins with `reason_prefix`.
+        The reason of a value from which neither makes a struct begins with `reason_prefix`. `repaired` is asked for
+        what `exact` cannot parse.
         """
+        self._repaired = repaired
         self._schema = schema
         self._reason_prefix = reason_prefix
         self._exact = exact
@@ -54,16 +62,14 @@ class StructDecoder(Generic[T]):
         for index, value in enumerate(values):
             try:
                 events.append(parse(value))
-            except msgspec.ValidationError:
-                try:
-                    events.append(self._lenient(value))
-                except _UNREADABLE as exc:
-                    rejects.append(Reject(index, WHOLE_MESSAGE, f"{self._reason_prefix}{exc}"))
-                    continue
-                unknown += 1
             except _UNREADABLE as exc:
-                rejects.append(Reject(index, WHOLE_MESSAGE, f"{self._reason_prefix}{exc}"))
-                continue
+                try:
+                    event, has_unknown = self._read_again(value, exc)
+                except _UNREADABLE as final:
+                    rejects.append(Reject(index, WHOLE_MESSAGE, f"{self._reason_prefix}{final}"))
+                    continue
+                events.append(event)
+                unknown += has_unknown
             message.append(index)
         try:
             columns = self._columns(events)
@@ -74,6 +80,17 @@ class StructDecoder(Generic[T]):
         if self._schema.label.multi:
             decoded = without_repeats(decoded, [len(_classes(event.label)) for event in events], self._schema.label)
         return reject_unusable_numbers(decoded, self._schema)
+
+    def _read_again(self, value: T, error: Exception) -> tuple[Any, bool]:
+        """Return the struct of a value that `exact` refuses, and whether it has unknown fields."""
+        if not isinstance(error, msgspec.ValidationError):
+            if self._repaired is None:
+                raise error
+            try:
+                return self._repaired(value), False
+            except msgspec.ValidationError:
+                pass
+        return self._lenient(value), True
 
     def _decode_one_by_one(self, values: Sequence[T]) -> Decoded:
         """Find the messages with an integer beyond 64 bits, which only raise when a column is built."""

@@ -21,10 +21,15 @@ class JsonFormat:
     """Decodes JSON objects. Fields that the schema does not know are ignored, and their messages counted."""
 
     def __init__(self, schema: Schema) -> None:
-        kinds = (event_type(schema, forbid_unknown=each, in_json=True) for each in (True, False))
-        parsers = (partial(json_text.decoded, msgspec.json.Decoder(kind).decode) for kind in kinds)
-        exact, lenient = (_timed(parse, schema.time) for parse in parsers)
-        self._decoder = StructDecoder[bytes](schema, exact, lenient)
+        exact, lenient = (
+            msgspec.json.Decoder(event_type(schema, forbid_unknown=each, in_json=True)).decode for each in (True, False)
+        )
+        self._decoder = StructDecoder[bytes](
+            schema,
+            _timed(exact, schema.time),
+            _timed(partial(json_text.decoded, lenient), schema.time),
+            repaired=_timed(partial(json_text.decoded, exact), schema.time),
+        )
 
     def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:  # noqa: ARG002
         """Decode M message values, each one event or a reject."""
