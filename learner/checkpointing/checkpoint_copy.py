@@ -13,6 +13,8 @@ from learner.state_dir.folders import MANIFEST
 from replay.snapshot import TierRef
 from replay.tiers.disk_files import find
 
+REBUILD = "anabranch-rebuild-"
+"""Prefix of the temporary folders of rebuilds, which have copies of stored events."""
 _PIECE_BYTES = 1 << 24
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError
 from anabranch.core.temporary_files import remove_left
+from learner.checkpointing.checkpoint_copy import REBUILD
 from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.without_erased import Tensors, erased_in, erased_parts, named_slots
 from learner.errors import CheckpointError
@@ -71,7 +72,8 @@ class Eraser:
             return self._run(current)
         finally:
             self._checkpoints.drop_copies()  # they have erased events
-            remove_left(FETCHED)
+            for prefix in (FETCHED, REBUILD):
+                remove_left(prefix)
             discard_partial(self._checkpoints)
 
     def _run(self, current: Collection[str]) -> Erased:

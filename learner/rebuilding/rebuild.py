@@ -20,6 +20,7 @@ from ingest.events.block import SkipReason
 from ingest.events.schema import Schema
 from ingest.reader.bounded_reader import BoundedReader
 from learner.build import LearnerSpec
+from learner.checkpointing.checkpoint_copy import REBUILD
 from learner.errors import StoppedEarlyError, VersionError
 from learner.evaluation.event_time import EventTimePredictor
 from learner.object_storage.erasure_upload import fetch_erasures
@@ -91,7 +92,7 @@ def rebuild_version(
     schema = Schema(deployment.events, deployment.stream.labels).digest
     warnings = check_settings(deployment, schema, manifest)
     with contextlib.ExitStack() as stack:
-        scratch = stack.enter_context(temporary_folder("anabranch-rebuild-"))
+        scratch = stack.enter_context(temporary_folder(REBUILD))
         has_files = deployment.stream.backfill is not None
         start = copy_start(checkpoints(schema), deployment.state_dir, manifest, scratch, has_files=has_files)
         if deployment.storage is not None and deployment.storage.mode == "only":

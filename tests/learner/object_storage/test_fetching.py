@@ -22,7 +22,9 @@ from torch import Tensor
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.object_store.bucket import Bucket
+from anabranch.core.temporary_files import temporary_folder
 from learner.checkpointing.captured_state import CapturedState
+from learner.checkpointing.checkpoint_copy import REBUILD
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.config import CheckpointSettings
@@ -456,8 +458,12 @@ def test_the_copies_that_a_command_makes_are_for_its_user_alone_and_an_erasure_r
     shutil.copytree(folder, copy := tmp_path / "copy")
     shutil.rmtree(folder)
     copy.rename(folder)
+    with temporary_folder(REBUILD) as rebuild:
+        shutil.copytree(rebuild, copy)
+    copy.rename(rebuild)
     eraser.run()
     assert not folder.exists()
+    assert not rebuild.exists()
 
 
 def test_copies_of_what_a_checkpoint_merges_are_dropped_once_it_is_written(settings: StorageSettings, tmp_path: Path):
