@@ -137,6 +137,7 @@ FINDINGS: dict[str, FindingType] = {
         "problem", "Install it: pip install 'anabranch[codecs]'; or set stream.client = \"confluent\"."
     ),
     "message.unusable": FindingType("problem", "Fix the producer of the topic, or [schema] and stream.format."),
+    "message.time": FindingType("warning", "Let the producer write milliseconds since 1970, or leave the time out."),
     "message.tombstone": FindingType(
         "warning", "Let the connector write the key as text, or erase with anabranch replay erase --key."
     ),

@@ -30,6 +30,8 @@ from ingest.schema_registry.cache import writer_schemas
 from ingest.worker.block_builder import BlockBuilder, Incoming
 
 _CONNECT_SECONDS = 3.0
+_MOST_YEARS_SECONDS = 30 * 365 * 86_400
+"""A record time that is further from now is in another unit than milliseconds."""
 _AHEAD_SECONDS = 5.0
 
 
@@ -156,7 +158,13 @@ def _check_message(context: CheckContext, newest: Messages) -> Iterator[Finding]
     pipeline = context.config.pipeline
     source = f"{newest.partition.topic}[{newest.partition.partition}]@{newest.offsets[0]}"
     ahead = newest.times_ms[0] / 1000 - time.time()
-    if ahead > _AHEAD_SECONDS:
+    if not -_MOST_YEARS_SECONDS < ahead < _MOST_YEARS_SECONDS and newest.times_ms[0] > 0:
+        written = "seconds" if ahead < 0 else "microseconds or nanoseconds"
+        message = (
+            f"The newest message, {source}, has the record time {newest.times_ms[0]}, which seems to be {written}."
+        )
+        yield found("message.time", message)
+    elif ahead > _AHEAD_SECONDS:
         message = f"The newest message, {source}, is {ahead:,.0f} s ahead of this machine's clock."
         yield found("clock.ahead", message)
     try:

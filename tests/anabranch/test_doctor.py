@@ -1195,6 +1195,14 @@ class TestTopics:
         send(value, key=b"k")
         assert reason in only(diagnose("broker"), "message.unusable").message
 
+    @pytest.mark.finds("message.time")
+    def test_a_record_time_in_another_unit_is_named(self, diagnose, send):
+        """In seconds, a broker with retention removes the message first."""
+        written = int(time.time()) * 1_000_000
+        send(EVENT, timestamp_ms=written)
+        message = only(diagnose("broker"), "message.time").message
+        assert message.endswith(f"[0]@0, has the record time {written}, which seems to be microseconds or nanoseconds.")
+
     @pytest.mark.finds("message.unusable")
     def test_an_envelope_is_named_and_not_the_fields_that_it_lacks(self, diagnose, send):
         send({"before": None, "after": EVENT, "op": "c"})
