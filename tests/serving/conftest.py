@@ -99,6 +99,13 @@ class Touchy(nn.Module):
         return torch.where(x.sum(dim=1) > 100, torch.inf, x.sum(dim=1)) * self.scale
 
 
+class Pooled(Number):
+    """Removes the dimension of a single event."""
+
+    def forward(self, x):
+        return super().forward(x[:, :, None].squeeze())
+
+
 class Squeezed(Number):
     """Once it has learned, it takes one row for none."""
 
@@ -226,6 +233,10 @@ def doomed():
     return Doomed()
 
 
+def pooled():
+    return Pooled()
+
+
 def squeezed():
     return Squeezed()
 
@@ -287,6 +298,7 @@ SCHEMAS = {
     "doomed": NUMBER,
     "quitting": NUMBER,
     "squeezed": NUMBER,
+    "pooled": NUMBER,
     "hungry": NUMBER,
     "indexed": NUMBER,
     "broken": NUMBER,

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.atomic_files import replace_file
+from learner.errors import ModelError
 from learner.state_dir.folders import MANIFEST, LocalFolder
 from learner.state_dir.trained_through import NewlyTrained
 from learner.state_dir.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
@@ -986,3 +987,8 @@ def test_a_version_that_fails_on_one_row_is_refused_with_the_number_of_rows_and_
     (sentence,) = watched.swap.problems
     assert "version 1: the model fails on 1 row of zeros: IndexError: Dimension out of range" in sentence
     assert re.search(r"test_models\.py, line \d+\)$", sentence)
+
+
+def test_a_model_that_fails_on_a_single_event_is_refused_as_by_the_learner(deploy: Callable[..., Any]) -> None:
+    with pytest.raises(ModelError, match=r"the model fails on a single event, x \[1, 4\].*IndexError"):
+        deploy("pooled").deployment.check()
