@@ -108,7 +108,7 @@ class RowsFormat:
             Reject(
                 int(index),
                 WHOLE_MESSAGE,
-                not_binary(values[index]) or f"{lengths[index]} bytes are not whole rows of {size} bytes",
+                not_binary(values[int(index)]) or f"{lengths[index]} bytes are not whole rows of {size} bytes",
             )
             for index in np.flatnonzero(~fits)
         ]
