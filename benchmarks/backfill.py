@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.pipeline import Stream, broker, make_topic
-from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.results import Form, Results, Target, options
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.reader.reader import BlockReader
 
@@ -59,7 +59,12 @@ class Sizes:
     rounds: int
 
 
-QUICK, FULL = Sizes(2_000_000, 400_000, 4_000_000, 5), Sizes(10_000_000, 2_000_000, 10_000_000, 15)
+SIZES = (
+    Sizes(20_000, 4_000, 20_000, 1),
+    Sizes(2_000_000, 400_000, 4_000_000, 5),
+    Sizes(10_000_000, 2_000_000, 10_000_000, 15),
+)
+"""Of each form."""
 
 
 def write_files(folder: Path, rows: int, schema: dict[str, Any]) -> None:
@@ -179,13 +184,13 @@ def main() -> None:
     options(parser, PARTS)
     chosen = parser.parse_args()
     results = Results("backfill", TARGETS)
-    results.fact("quick", chosen.quick)
+    results.fact("quick", chosen.form is not Form.LONG)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="backfill-"))).resolve()
         bootstrap = stack.enter_context(broker(None))
         for part in chosen.only or PARTS:
             results.fact(f"load_before_{part}", os.getloadavg()[0])
-            PARTS[part](results, QUICK if chosen.quick else FULL, bootstrap, folder)
+            PARTS[part](results, SIZES[chosen.form], bootstrap, folder)
     results.write(chosen)
 
 

@@ -52,7 +52,7 @@ from anabranch.config.loader import Config, load_config
 from benchmarks.harness.cores import cores_of, listener
 from benchmarks.harness.paced_stream import PacedStream
 from benchmarks.harness.pipeline import BrokenRunError, LearnerProcess, Stream, broker, pipeline, toml
-from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.server import ServingProcess
 from ingest.events.schema import Schema
 from learner.state_dir.report import LearnerReport
@@ -93,7 +93,8 @@ class Sizes:
     flood: float
 
 
-QUICK, FULL, SMOKE = Sizes(12.0, 3, 6.0), Sizes(60.0, 10, 20.0), Sizes(2.0, 1, 1.0)
+SIZES = Sizes(2.0, 1, 1.0), Sizes(12.0, 3, 6.0), Sizes(60.0, 10, 20.0)
+"""Of each form."""
 _SMALL = (64, 256, 10)
 PARTS = {
     "disk": Setting(
@@ -301,12 +302,11 @@ def compare(results: Results, part: str, sizes: Sizes, bootstrap: str, most_byte
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options(parser, PARTS)
-    parser.add_argument("--smoke", action="store_true", help="as short as it works, to see that it does")
     parser.add_argument("--bootstrap", metavar="HOST:PORT", help="a broker instead of an embedded one")
     chosen = parser.parse_args()
-    sizes = SMOKE if chosen.smoke else QUICK if chosen.quick else FULL
+    sizes = SIZES[chosen.form]
     results = Results("capacity", TARGETS)
-    results.fact("quick", chosen.quick)
+    results.fact("quick", chosen.form is not Form.LONG)
     os.environ["OMP_NUM_THREADS"] = "1"
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="capacity-"))).resolve()

@@ -26,7 +26,7 @@ from torch.nn import functional
 from benchmarks.harness import data, models
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.pipeline import broker, pipeline, produce, run_through
-from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.results import Form, Results, Target, options
 from ingest.events.block import Array
 
 TARGETS = {
@@ -119,8 +119,8 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     results = Results("distillation", TARGETS)
-    results.fact("quick", chosen.quick)
-    seeds = range(1 if chosen.quick else chosen.seeds)
+    results.fact("quick", chosen.form is not Form.LONG)
+    seeds = range(chosen.seeds if chosen.form is Form.LONG else 1)
     with tempfile.TemporaryDirectory() as folder, broker(chosen.bootstrap) as bootstrap:
         mnist(results, bootstrap, Path(folder).resolve(), seeds, chosen.data)
     results.write(chosen)

@@ -343,21 +343,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="use so many events of each stream")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    results, seeds = Results("features", TARGETS), chosen.seeds or (1 if chosen.quick else 3)
+    results, seeds = Results("features", TARGETS), chosen.seeds or (1, 1, 3)[chosen.form]
     parts = chosen.only or PARTS
     if "tabular" in parts:
         for name in ("elec2", "flights"):
             results.title(f"{name}: raw numbers")
-            tabular(name, chosen.data, chosen.rows or (60_000 if chosen.quick else None), seeds, results)
+            tabular(name, chosen.data, chosen.rows or (1_000, 60_000, None)[chosen.form], seeds, results)
     if "ids" in parts:
-        ids, events = (100_000, 400_000) if chosen.quick else (1_000_000, 4_000_000)
+        ids, events = ((1_000, 2_000), (100_000, 400_000), (1_000_000, 4_000_000))[chosen.form]
         for name, exponent in EXPONENTS.items():
             results.title(f"{name}: more than there are rows, Zipf {exponent:g}")
             many_ids(name, ids if chosen.rows is None else 10_000, chosen.rows or events, seeds, results)
     for name in GROUPS if "groups" in parts else ():
         results.title(f"{name}: groups that come and go")
-        whole = name == "flights" and not chosen.quick
-        groups(name, chosen.data, chosen.rows or (400_000 if whole else 60_000), seeds, results)
+        most = (4_000, 60_000, 400_000 if name == "flights" else 60_000)[chosen.form]
+        groups(name, chosen.data, chosen.rows or most, seeds, results)
     results.write(chosen)
 
 

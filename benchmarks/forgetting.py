@@ -45,7 +45,7 @@ from benchmarks.harness.flights import MIDDLE, SCALE
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.memory_streams import EVENTS, IMAGES, MemoryStream, natural, prequential
 from benchmarks.harness.pipeline import BrokenRunError, Outcome, Stream, broker, pipeline, produce, run_through
-from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.strangers import SOURCES, stranger
 from ingest.events.block import Array
 from learner.model.growing.parts import pool_of
@@ -226,7 +226,7 @@ class Setup:
     seeds: range
     pool: ThreadPoolExecutor
     data: Path | None
-    quick: bool
+    form: Form
     values: dict[str, list[float]] = field(default_factory=dict)
     """Of each figure so far, one value a seed."""
 
@@ -295,7 +295,7 @@ class SplitMnist:
 def split_mnist(setup: Setup) -> None:
     """Measure each strategy."""
     setup.results.title("split_mnist: class-incremental, one pass, mean accuracy of five tasks in per cent")
-    chosen = SPLIT_MNIST if setup.quick else SPLIT_MNIST | LARGE_BUFFER
+    chosen = SPLIT_MNIST | (LARGE_BUFFER if setup.form is Form.LONG else {})
     _each(setup, {key: (sections, MLP) for key, sections in chosen.items()})
 
 
@@ -360,7 +360,7 @@ def auto(setup: Setup) -> None:
         setup.results.add("split_mnist_auto_over_er", means[0] / means[1])
     for name, load in NATURAL.items():
         stream = load(setup.data)
-        _natural(setup, name, stream.first(_QUICK_ROWS) if setup.quick else stream)
+        _natural(setup, name, stream if setup.form is Form.LONG else stream.first(_QUICK_ROWS))
 
 
 def strangers(setup: Setup) -> None:
@@ -379,7 +379,7 @@ def compression(setup: Setup) -> None:
     mnist = SplitMnist(setup)
     full: list[float] = []
     full_bytes = 0.0
-    for name in list(COMPRESSION)[: 3 if setup.quick else None]:
+    for name in list(COMPRESSION)[: None if setup.form is Form.LONG else 3]:
         learner = {**AUTO["learner"], "batch_size": AUTO["learner"]["batch_size"] // 2, "replicas": 2}
         sections = {**AUTO, "learner": {**learner, **COMPRESSION[name]}}
         try:
@@ -401,7 +401,7 @@ def _natural(setup: Setup, name: str, drifting: Drifting, sections: Sections = A
     stream = produce(setup.bootstrap, name, drifting.columns, drifting.label, int(drifting.label.max()) + 1)
     setup.results.add(f"{name}_no_change", drifting.no_change, "predicts the previous label", "fraction")
     accuracies: dict[str, list[float]] = {}
-    for ratio in list(RATIOS)[: 2 if setup.quick else 3]:
+    for ratio in list(RATIOS)[: 3 if setup.form is Form.LONG else 2]:
         streams = [stream] * len(setup.seeds)
         try:
             outcomes = setup.outcomes(f"{name}-{ratio}", streams, drifting.model, _with_ratio(ratio, sections))
@@ -438,7 +438,7 @@ def _compare(setup: Setup, name: str, streams: Sequence[MemoryStream]) -> None:
         for seed, stream in zip(setup.seeds, streams, strict=True)
     ]
     uniform: list[float] = []
-    for policy, policies in list(MEMORIES.items())[: 2 if setup.quick else None]:
+    for policy, policies in list(MEMORIES.items())[: None if setup.form is Form.LONG else 2]:
         key = f"memory_{name}_{policy}"
         try:
             outcomes = setup.outcomes(key, topics, streams[0].model, settings("er", 0.1, 300, 1.0, **policies))
@@ -478,14 +478,14 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     results = Results("forgetting", TARGETS)
-    results.fact("quick", chosen.quick)
+    results.fact("quick", chosen.form is not Form.LONG)
     with (
         tempfile.TemporaryDirectory() as folder,
         broker(chosen.bootstrap) as bootstrap,
         ThreadPoolExecutor(chosen.jobs) as pool,
     ):
         setup = Setup(
-            *(results, bootstrap, Path(folder).resolve(), range(chosen.seeds), pool, chosen.data, chosen.quick)
+            *(results, bootstrap, Path(folder).resolve(), range(chosen.seeds), pool, chosen.data, chosen.form)
         )
         for part in chosen.only or PARTS:
             PARTS[part](setup)

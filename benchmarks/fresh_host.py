@@ -54,7 +54,7 @@ def main() -> None:
     options(parser, PARTS, "a store of 100 MB in place of 1 GB")
     parser.add_argument("--rows", type=int, help="events of the store")
     chosen = parser.parse_args()
-    rows = chosen.rows or (100_000 if chosen.quick else 1_000_000)
+    rows = chosen.rows or (2_000, 100_000, 1_000_000)[chosen.form]
     results = Results("fresh_host", TARGETS)
     with broker(None) as bootstrap:
         for part in chosen.only or PARTS:

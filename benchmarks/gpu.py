@@ -44,7 +44,7 @@ from benchmarks.harness.gpu_learner import SLO, LearnerProcess, Saving, plain_lo
 from benchmarks.harness.gpu_models import CONVNET, MLP, SMALL_CONVNET, SMALL_MLP, Workload
 from benchmarks.harness.gpu_server import Answers, ServerProcess, VersionWriter
 from benchmarks.harness.interleave import Spread, interleave, ratio
-from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.stores import fill, open_store
 from learner.device_sharing.lease import Field, hold_server, learners
 from replay.fake import plan_ahead
@@ -309,8 +309,8 @@ def main() -> int:
         print("benchmarks.gpu needs a CUDA device, and torch sees none on this machine", file=sys.stderr)
         return 2
     results = Results("gpu", TARGETS)
-    results.fact("quick", chosen.quick)
-    sizes = SMOKE if chosen.device == "cpu" else QUICK if chosen.quick else FULL
+    results.fact("quick", chosen.form is not Form.LONG)
+    sizes = SMOKE if chosen.device == "cpu" else (SMOKE, QUICK, FULL)[chosen.form]
     with tempfile.TemporaryDirectory(prefix="anabranch-gpu-") as folder:
         bench = Bench(torch.device(chosen.device), sizes, Path(folder))
         for part in chosen.only or PARTS:

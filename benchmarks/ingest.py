@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from benchmarks.harness import ingest_formats
 from benchmarks.harness.cores import split
 from benchmarks.harness.pipeline import broker
-from benchmarks.harness.results import Results, options
+from benchmarks.harness.results import Form, Results, options
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Sizes:
     messages: int
 
 
-QUICK, FULL = Sizes(3, 0.3, 2.0, 200_000), Sizes(9, 2.0, 5.0, 500_000)
+SIZES = Sizes(1, 0.02, 0.05, 50_000), Sizes(3, 0.3, 2.0, 200_000), Sizes(9, 2.0, 5.0, 500_000)
+"""Of each form."""
 CORE, OTHERS = split()
 
 
@@ -61,10 +62,10 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     results = Results("ingest", TARGETS)
-    results.fact("quick", chosen.quick)
+    results.fact("quick", chosen.form is not Form.LONG)
     for part in chosen.only or PARTS:
         results.fact(f"load_before_{part}", os.getloadavg()[0])
-        PARTS[part](results, QUICK if chosen.quick else FULL, chosen.bootstrap)
+        PARTS[part](results, SIZES[chosen.form], chosen.bootstrap)
     results.write(chosen)
 
 

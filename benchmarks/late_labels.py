@@ -26,7 +26,7 @@ from anabranch.commands.backtesting.delayed_labels import POLICIES
 from benchmarks.harness import early_labels, late_stream
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.pipeline import broker
-from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.waiting import waiting_bytes
 
 TARGETS = {
@@ -35,8 +35,8 @@ TARGETS = {
     "label_freshness_p99_seconds": Target(1.0),
     "early_log_loss_ratio": Target(0.9999),
 }
-_QUICK_ROWS = 60_000
-"""Of the flights, in the quick form: two months."""
+_ROWS = (2_000, 60_000, None)
+"""Of the flights, in each form: the second are two months."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Setup:
     bootstrap: str
     seeds: range
     data: Path | None
-    quick: bool
+    form: Form
 
 
 def rate(setup: Setup) -> None:
     """Measure the rate with late labels."""
-    late_stream.rate(setup.results, quick=setup.quick)
+    late_stream.rate(setup.results, form=setup.form)
 
 
 def memory(setup: Setup) -> None:
     """Measure the memory of events that wait."""
-    events = 200_000 if setup.quick else 2_000_000
+    events = (2_000, 200_000, 2_000_000)[setup.form]
     setup.results.title(f"memory: {events:,} events that wait")
     with tempfile.TemporaryDirectory() as folder:
         setup.results.add("waiting_bytes", waiting_bytes(events, Path(folder)), unit="bytes per event")
@@ -65,12 +65,12 @@ def memory(setup: Setup) -> None:
 
 def freshness(setup: Setup) -> None:
     """Measure from a label to a prediction."""
-    late_stream.freshness(setup.results, setup.bootstrap, quick=setup.quick)
+    late_stream.freshness(setup.results, setup.bootstrap, form=setup.form)
 
 
 def early(setup: Setup) -> None:
     """Compare the log loss of the three policies on the same flights, by seed."""
-    results, rows = setup.results, _QUICK_ROWS if setup.quick else None
+    results, rows = setup.results, _ROWS[setup.form]
     results.title(f"flights: late ones get a label when they land, others none within {early_labels.WAIT_HOURS:g} h")
     for both in (False, True):
         columns = early_labels.flights(setup.data, rows, both=both)
@@ -104,9 +104,9 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     results = Results("late_labels", TARGETS)
-    results.fact("quick", chosen.quick)
+    results.fact("quick", chosen.form is not Form.LONG)
     with broker(None) as bootstrap:
-        setup = Setup(results, bootstrap, range(chosen.seeds), chosen.data, chosen.quick)
+        setup = Setup(results, bootstrap, range(chosen.seeds), chosen.data, chosen.form)
         for part in chosen.only or PARTS:
             PARTS[part](setup)
             results.write(chosen)

@@ -55,7 +55,7 @@ from benchmarks.harness.pipeline import (
     schema_of,
 )
 from benchmarks.harness.ranks import rates
-from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.serving_tracing import MISSING, collector, has_exporter
 from benchmarks.harness.stream_reader import StreamReader
 from benchmarks.harness.tracing_switch import Ratios, Turn, alternate, switchable
@@ -74,22 +74,23 @@ CONVNET = {"factory": "convnet", "args": {"channels": 16}}
 BATCH, LARGE = 128, 512
 """New events a step: enough for a step of 10 ms or more, and four times as many."""
 _POOL_ROWS = 20_000
-_STORED = 10_000
-_RANKS_ROWS, _RANKS_ROUNDS = 60_000, 7
 _TRACED_SECONDS, _TRACED_TURNS = 0.5, 8
 """Of a turn at least, and turns of each kind in a round."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Seconds of a turn, seconds of warm-up before it, and the number of rounds."""
+    """Seconds of a turn, seconds of warm-up before it, rounds; events of the store; events and rounds of `ranks`."""
 
     turn: float
     warm_up: float
     rounds: int
+    stored: int = 10_000
+    ranks: tuple[int, int] = (60_000, 7)
 
 
-QUICK, FULL = Sizes(1.5, 0.5, 3), Sizes(8.0, 2.0, 8)
+SIZES = Sizes(0.6, 0.1, 1, 1_000, (1_600, 1)), Sizes(1.5, 0.5, 3), Sizes(8.0, 2.0, 8)
+"""Of each form."""
 CORE, OTHERS = split()
 
 
@@ -151,14 +152,14 @@ class Live:
 
 
 def document(
-    stream: Stream, model: dict[str, Any], form: str, batch: int, more: Mapping[str, Any] | None = None
+    stream: Stream, model: dict[str, Any], form: str, batch: int, stored: int, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the pipeline file: everything that is on by default, with the default checkpoints, and `more` sections."""
     sections = {
         # The embedded broker ignores the limit of a fetch and returns all messages: here more than 100 MB.
         "stream": {"format": form, "properties": {"receive.message.max.bytes": 2**30}},
         "learner": {"batch_size": batch, "optimizer": OPTIMIZER, "max_grad_norm": float("inf")},
-        "replay": {"capacity": _STORED},
+        "replay": {"capacity": stored},
         "versions": {"publish_every": "1s", "keep": 20},
         "checkpoints": {"every": "30s"},
         "gate": {"holdout_fraction": 0.01},
@@ -190,10 +191,10 @@ def live(
     rows_a_message = _POOL_ROWS / len(payload) if form == "rows" else 1.0
     with (
         EventFeed(stream, payload, rows_a_message, OTHERS) as feed,
-        LearnerProcess(folder, document(stream, model, form, batch, more), CORE, program) as learner,
+        LearnerProcess(folder, document(stream, model, form, batch, sizes.stored, more), CORE, program) as learner,
     ):
         feed.watch(learner.state_dir)
-        learner.wait_for(lambda report: sum(report.outcomes.values()) > _STORED)
+        learner.wait_for(lambda report: sum(report.outcomes.values()) > sizes.stored)
         learner.spare(OTHERS, threads=True)
         feed.pause()
         learner.pause()
@@ -298,11 +299,11 @@ def tracing(results: Results, sizes: Sizes, bootstrap: str) -> None:
     results.add("tracing_busy_alike_over_alike", alike.busy, "tracing on in both")
 
 
-def ranks(results: Results, _sizes: Sizes, bootstrap: str) -> None:
+def ranks(results: Results, sizes: Sizes, bootstrap: str) -> None:
     """Measure two ranks and one rank, on all cores."""
     results.title("ranks: eight partitions, filled beforehand; two ranks, and one alone")
     with all_cores():
-        rows_per_second = rates(_RANKS_ROWS, _RANKS_ROUNDS, bootstrap)
+        rows_per_second = rates(*sizes.ranks, bootstrap)
     results.add("uneven_over_even", ratio(rows_per_second["uneven"], rows_per_second["even"]), "new events a second")
     results.add(
         "ranks_two_over_one",
@@ -347,15 +348,15 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     results = Results("learner", TARGETS)
-    results.fact("quick", chosen.quick)
+    results.fact("quick", chosen.form is not Form.LONG)
     if CORE is None:
         results.remark("cores cannot be chosen here: all processes of the benchmark compete for them")
     else:
         os.sched_setaffinity(0, OTHERS or CORE)
     with broker(chosen.bootstrap) as bootstrap:
-        for part in chosen.only or (_QUICK_PARTS if chosen.quick else PARTS):
+        for part in chosen.only or (_QUICK_PARTS if chosen.form is Form.QUICK else PARTS):
             results.fact(f"load_before_{part}", os.getloadavg()[0])
-            PARTS[part](results, QUICK if chosen.quick else FULL, bootstrap)
+            PARTS[part](results, SIZES[chosen.form], bootstrap)
     results.write(chosen)
 
 

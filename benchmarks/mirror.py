@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.pipeline import broker
-from benchmarks.harness.results import Results, Target, options
-from benchmarks.learner import BATCH, CORE, FULL, MLP, OTHERS, QUICK, Live, Sizes, live
+from benchmarks.harness.results import Form, Results, Target, options
+from benchmarks.learner import BATCH, CORE, MLP, OTHERS, SIZES, Live, Sizes, live
 from tests.support.s3 import started_s3
 
 TARGETS = {"mirror_over_local": Target(0.99, least=True), "mirror_folder_over_local": Target(0.99, least=True)}
@@ -95,7 +95,7 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     results = Results("mirror", TARGETS)
-    results.fact("quick", chosen.quick)
+    results.fact("quick", chosen.form is not Form.LONG)
     if CORE is None:
         results.remark("cores cannot be chosen here: all processes of the benchmark compete for them")
     else:
@@ -103,7 +103,7 @@ def main() -> None:
     with broker(chosen.bootstrap) as bootstrap:
         for part in chosen.only or PARTS:
             results.fact(f"load_before_{part}", os.getloadavg()[0])
-            PARTS[part](results, QUICK if chosen.quick else FULL, bootstrap)
+            PARTS[part](results, SIZES[chosen.form], bootstrap)
     results.write(chosen)
 
 

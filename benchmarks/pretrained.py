@@ -31,7 +31,7 @@ from torch import nn
 from benchmarks.harness import data, pretrained_swaps
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.pipeline import Stream, broker, pipeline, published, run_through
-from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.texts import CLASSES, Texts, accuracy, ids_of, load_texts, produce_texts, write_minilm
 from learner.state_dir.bases import bases_in
 from learner.state_dir.version import Versions
@@ -51,9 +51,8 @@ TARGETS = {
 }
 CLASSIFIER = "anabranch.pretrained:sequence_classifier"
 LORA = {"kind": "lora", "rank": 5, "alpha": 10, "targets": "all-linear", "train": ["classifier"]}
-_ROWS, _TESTED = {True: 800, False: 12_000}, {True: 400, False: 4_000}
-"""Texts that are trained on and tested, in the quick form or not."""
-_P50_TEXTS = {True: 50, False: 500}
+_ROWS, _TESTED, _P50_TEXTS = (32, 800, 12_000), (8, 400, 4_000), (2, 50, 500)
+"""Texts that are trained on, tested and timed, of each form."""
 
 
 def arm(lr: float, model: Mapping[str, Any]) -> Sections:
@@ -112,7 +111,7 @@ class Setup:
     seeds: range
     pool: ThreadPoolExecutor
     data: Path | None
-    quick: bool
+    form: Form
     _jobs: dict[str, list[Future[Run]]] = field(default_factory=dict)
     _read: tuple[Path, Texts, Stream] | None = None
 
@@ -142,10 +141,10 @@ class Setup:
 
     def _prepared(self) -> tuple[Path, Texts, Stream]:
         if self._read is None:
-            texts, rows = load_texts(self.data), _ROWS[self.quick]
+            texts, rows = load_texts(self.data), _ROWS[self.form]
             minilm = write_minilm(self.folder, self.data)
             stream = produce_texts(self.bootstrap, "texts", texts.rows(0, rows), minilm)
-            self._read = minilm, texts.rows(rows, rows + _TESTED[self.quick]), stream
+            self._read = minilm, texts.rows(rows, rows + _TESTED[self.form]), stream
         return self._read
 
 
@@ -153,7 +152,7 @@ def measure_accuracy(setup: Setup) -> None:
     """Measure the accuracy of each arm, and the bytes that it writes."""
     results = setup.results
     tested = setup.tested
-    results.title(f"accuracy: one pass over {_ROWS[setup.quick]} texts, in per cent on {len(tested)} later ones")
+    results.title(f"accuracy: one pass over {_ROWS[setup.form]} texts, in per cent on {len(tested)} later ones")
     started = {name: setup.start(name, sections) for name, sections in arms(setup.minilm).items()}
     found = {name: runs() for name, runs in started.items()}
     means = {name: add_accuracy(setup, name, runs) for name, runs in found.items()}
@@ -190,7 +189,7 @@ def measure_student(setup: Setup) -> None:
     students = setup.start("student", student(setup.minilm, state_dir, number))()
     mean = add_accuracy(setup, "student", students) - add_accuracy(setup, "teacher", teachers)
     results.add("student_less_teacher_points", mean, unit="points")
-    ids = ids_of(setup.tested.text[: _P50_TEXTS[setup.quick]], setup.minilm)
+    ids = ids_of(setup.tested.text[: _P50_TEXTS[setup.form]], setup.minilm)
     of_student, of_teacher = p50_seconds([students[0].module(), teachers[0].module()], ids)
     results.add("student_p50_over_teacher", of_student / of_teacher, f"of {1e3 * of_teacher:.1f} ms for one text")
 
@@ -223,7 +222,7 @@ def p50_seconds(modules: Sequence[nn.Module], ids: torch.Tensor) -> list[float]:
 
 def measure_swaps(setup: Setup) -> None:
     """Measure swaps of adapters."""
-    pretrained_swaps.measure(setup.results, setup.quick, setup.minilm, LORA)
+    pretrained_swaps.measure(setup.results, setup.form, setup.minilm, LORA)
 
 
 PARTS: dict[str, Callable[[Setup], None]] = {
@@ -246,14 +245,14 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     results = Results("pretrained", TARGETS)
-    results.fact("quick", chosen.quick)
-    seeds = range(chosen.seeds or (1 if chosen.quick else 3))
+    results.fact("quick", chosen.form is not Form.LONG)
+    seeds = range(chosen.seeds or (1, 1, 3)[chosen.form])
     with (
         tempfile.TemporaryDirectory() as folder,
         broker(chosen.bootstrap) as bootstrap,
         ThreadPoolExecutor(chosen.jobs) as pool,
     ):
-        setup = Setup(results, bootstrap, Path(folder).resolve(), seeds, pool, chosen.data, chosen.quick)
+        setup = Setup(results, bootstrap, Path(folder).resolve(), seeds, pool, chosen.data, chosen.form)
         for part in chosen.only or PARTS:
             PARTS[part](setup)
             results.write(chosen)

@@ -33,7 +33,7 @@ from benchmarks.harness import peers
 from benchmarks.harness.events import PARTITIONS, Events
 from benchmarks.harness.interleave import Spread, interleave, ratio, seconds
 from benchmarks.harness.memory import beyond_payload, memory_shortage
-from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.sampling import BATCH, Sampling, Steps
 from benchmarks.harness.stores import (
     best_admission,
@@ -80,6 +80,7 @@ class Sizes:
     """Rounds of the cold case, each of some dozen steps an arm."""
 
 
+SMOKE = Sizes([(1_000, LARGE)], [(2_000, LARGE)], (2_000, 4_000), 600, 2_000, 3_000, 0.3, 1, 2)
 QUICK = Sizes([(20_000, LARGE)], [(20_000, LARGE)], (100_000, 1_000_000), 20_000, 200_000, 50_000, 5.0, 15, 3)
 FULL = Sizes(
     hot=[(100_000, LARGE), (1_000_000, LARGE), (10_000_000, SMALL)],
@@ -92,6 +93,8 @@ FULL = Sizes(
     rounds=40,
     turns=10,
 )
+SIZES = SMOKE, QUICK, FULL
+"""Of each form."""
 
 
 def over(take: Callable[[NDArray[np.int64]], object], sampling: Sampling) -> Callable[[], float]:
@@ -321,11 +324,11 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     results = Results("replay", TARGETS)
-    results.fact("quick", chosen.quick)
+    results.fact("quick", chosen.form is not Form.LONG)
     for part in chosen.only or PARTS:
         results.fact(f"load_before_{part}", os.getloadavg()[0])
         with tempfile.TemporaryDirectory(dir=".") as folder:
-            PARTS[part](results, QUICK if chosen.quick else FULL, Path(folder))
+            PARTS[part](results, SIZES[chosen.form], Path(folder))
     results.write(chosen)
 
 

@@ -89,9 +89,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512, help="width of the model: how long a step takes")
     parser.add_argument("--device", default="cpu")
     chosen = parser.parse_args()
-    rows = chosen.rows or (40_000 if chosen.quick else 400_000)
+    rows = chosen.rows or (4_000, 40_000, 400_000)[chosen.form]
     memory = chosen.memory or rows // 10
-    rounds, steps = (25, 20) if chosen.quick else (100, 40)
+    rounds, steps = ((1, 2), (25, 20), (100, 40))[chosen.form]
     device = torch.device(chosen.device)
     torch.set_num_threads(1)
     results = Results("replay_disk", {})

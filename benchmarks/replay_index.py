@@ -193,8 +193,8 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--seconds", type=float)
     chosen = parser.parse_args()
-    rows = chosen.rows or (50_000 if chosen.quick else 1_000_000)
-    seconds = chosen.seconds or (5 if chosen.quick else 60)
+    rows = chosen.rows or (3_000, 50_000, 1_000_000)[chosen.form]
+    seconds = chosen.seconds or (0.3, 5, 60)[chosen.form]
     results = Results("replay_index", TARGETS)
     for kind in chosen.only or KINDS:
         results.title(f"{kind}: {rows} events of {chosen.dim} numbers, {seconds:g} s of steps")

@@ -335,21 +335,21 @@ def main() -> None:
     results, parts = Results("search", TARGETS), chosen.only or PARTS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = chosen.rows or (_QUICK_ROWS if chosen.quick else _MOST_ROWS)
-        seeds = chosen.seeds or (1 if chosen.quick else 5)
+        rows = chosen.rows or (640, _QUICK_ROWS, _MOST_ROWS)[chosen.form]
+        seeds = chosen.seeds or (1, 1, 5)[chosen.form]
         if "streams" in parts:
             streams(chosen.data, rows, seeds, chosen.jobs, results)
         if "same" in parts:
             results.title("challengers that are as good as the model")
-            same(200 if chosen.quick else 2000, 512, results)
+            same((10, 200, 2000)[chosen.form], 512, results)
         if "networks" in parts:
             results.title("challengers with their own networks")
-            networks(4 if chosen.quick else 20, 3000, folder, results)
+            networks((1, 4, 20)[chosen.form], (100, 3000, 3000)[chosen.form], folder, results)
         if "river" in parts:
             river(chosen.data, rows, seeds, folder, results)
         if "cost" in parts:
             results.title("the cost of a search with the default share")
-            cost(2000 if chosen.quick else 10_000, 3, folder, results)
+            cost((20, 2000, 10_000)[chosen.form], (1, 3, 3)[chosen.form], folder, results)
     results.write(chosen)
 
 

@@ -39,7 +39,7 @@ from benchmarks.harness import (
     serving_workers,
 )
 from benchmarks.harness.pipeline import broker
-from benchmarks.harness.results import Results, options
+from benchmarks.harness.results import Form, Results, options
 
 SECTIONS: dict[str, ModuleType] = {
     "alone": serving_alone,
@@ -54,7 +54,7 @@ SECTIONS: dict[str, ModuleType] = {
     "freshness": serving_freshness,
     "device_sharing": serving_device_sharing,
 }
-"""Each has `TARGETS`, and `measure(results, quick, bootstrap)`."""
+"""Each has `TARGETS`, and `measure(results, form, bootstrap)`."""
 _QUICK = ["swaps", "experts", "grpc", "tracing", "fleet", "freshness", "device_sharing"]
 
 
@@ -67,11 +67,11 @@ def main() -> None:
     chosen = parser.parse_args()
     targets = {key: target for section in SECTIONS.values() for key, target in section.TARGETS.items()}
     results = Results("serving", targets)
-    results.fact("quick", chosen.quick)
+    results.fact("quick", chosen.form is not Form.LONG)
     with broker(chosen.bootstrap) as bootstrap:
-        for name in chosen.only or (_QUICK if chosen.quick else SECTIONS):
+        for name in chosen.only or (_QUICK if chosen.form is Form.QUICK else SECTIONS):
             results.fact(f"load_before_{name}", os.getloadavg()[0])
-            SECTIONS[name].measure(results, chosen.quick, bootstrap)
+            SECTIONS[name].measure(results, chosen.form, bootstrap)
     results.write(chosen)
 
 

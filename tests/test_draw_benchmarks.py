@@ -49,6 +49,11 @@ def save(root: Path) -> Save:
     return save
 
 
+@pytest.fixture(autouse=True)
+def _nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_benchmarks, "CHANGED", "2026-11-01")
+
+
 def rows(root: Path) -> list[list[str]]:
     """Return the cells of the tables' rows, the first with the key alone."""
     page = outputs(root)[root / "docs" / "benchmarks.md"]
@@ -60,8 +65,9 @@ def plots(root: Path) -> dict[str, ET.Element]:
     return {path.name: ET.fromstring(text) for path, text in outputs(root).items() if path.suffix == ".svg" and text}
 
 
-def test_the_page_and_the_plots_are_up_to_date():
+def test_the_page_and_the_plots_are_up_to_date(monkeypatch):
     """If this fails, run python tools/draw_benchmarks.py."""
+    monkeypatch.undo()
     assert draw_benchmarks.main(["--check"], ROOT) == 0
 
 
@@ -71,6 +77,13 @@ def test_the_newest_long_form_is_shown_with_its_spread_target_and_remark(root, s
     save("toy", 2, figure("speed", 0.4, **spread, met=False))
     save("toy", 3, figure("speed", 0.1, **spread, met=True), form="quick")
     assert rows(root) == [["speed", "0.4", "s", "0.1 to 1234", "at most 0.3: missed", "ten", "long", "2026-11-02, r2"]]
+
+
+def test_a_figure_from_before_the_code_changed_is_marked(root, save, monkeypatch):
+    monkeypatch.setattr(draw_benchmarks, "CHANGED", "2026-11-02")
+    save("toy", 1, figure("old", 1.0, target="<= 1", met=True))
+    save("toy", 2, figure("new", 1.0, target="<= 1", met=True))
+    assert {cells[0]: cells[7] for cells in rows(root)} == {"old": "2026-11-01, r1 \N{DAGGER}", "new": "2026-11-02, r2"}
 
 
 def test_each_machine_has_its_own_table_and_the_quick_form_if_there_is_no_other(root, save):

@@ -44,6 +44,10 @@ ALSO_SHOWN = {
     "serving": ("swap_disk_bytes", "freshness_p50_seconds"),
 }
 """Keys without a target that are no ratios."""
+CHANGED = "2026-11-29"
+"""When code that benchmarks measure was changed last in a way that may change figures."""
+OLDER = "\N{DAGGER}"
+"""Marks figures from before that."""
 
 WIDTH, PLOT_H, LINE_H = 720, 200, 19
 LEFT, RIGHT, TOP, BOTTOM = 74, 24, 46, 34
@@ -172,7 +176,8 @@ def _row(point: Point, image: str) -> str:
     words = re.sub("^=", "exactly", (figure.target or "").replace(">=", "at least").replace("<=", "at most"))
     target = words and f"{words}: {'met' if figure.met else 'missed'}"
     cells = [f"[`{figure.key}`]({image})", short(figure.value), figure.unit, spread, target]
-    cells += [figure.remark.replace("|", ","), result.form, f"{result.date}, {result.revision}"]
+    measured = f"{result.date}, {result.revision}{f' {OLDER}' if result.date < CHANGED else ''}"
+    cells += [figure.remark.replace("|", ","), result.form, measured]
     return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
 
 

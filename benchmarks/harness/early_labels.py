@@ -1,5 +1,6 @@
 """The flights from New York with the labels that a stream of alarms has: only late flights have one, when they land."""
 
+import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 from anabranch.commands.backtesting.delayed_labels import DelayedRun, LabelDelay, Policy
+from anabranch.commands.backtesting.training import BacktestTraining, Numbering
 from anabranch.config.loader import load_config
 from benchmarks.harness import data, models
 from benchmarks.harness.flights import MIDDLE, SCALE
@@ -66,13 +68,14 @@ def flights(folder: Path | None, rows: int | None = None, *, both: bool = False)
 
 def log_loss(columns: Mapping[str, Array], policy: Policy, seed: int) -> float:
     """Return the mean log loss of the predictions that are made when each flight's prediction is due."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
+    with contextlib.ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (path / "benchmark_models.py").write_bytes(Path(models.__file__).read_bytes())
-        run = DelayedRun(_spec(path, columns, seed), torch.device("cpu"), policy, _delay())
-    for batch in _batches(columns):
-        run.add(batch)
-    return run.points[-1].overall_loss
+        training = BacktestTraining(_spec(path, columns, seed), torch.device("cpu"), "flights", stack)
+        run, numbering = DelayedRun(training, "none", policy, _delay()), Numbering()
+        for batch in _batches(columns):
+            run.add(numbering.add(batch), {})
+    return run.score.points[-1].overall_loss
 
 
 def _delay() -> LabelDelay:

@@ -21,7 +21,7 @@ from benchmarks.harness.pipeline import (
     pipeline,
     schema_of,
 )
-from benchmarks.harness.results import Results
+from benchmarks.harness.results import Form, Results
 from benchmarks.harness.server import ServingProcess
 from benchmarks.harness.serving_freshness import AskedStream
 from ingest.events.block import Array
@@ -40,24 +40,24 @@ _LAG, _AHEAD_ROWS, _WARM_UP_ROWS = 4_000, 16_000, 16_000
 learner reports twice a second."""
 
 
-def rate(results: Results, *, quick: bool) -> None:
+def rate(results: Results, *, form: Form) -> None:
     """Measure the events a second that a learner trains on, with labels in another topic and in the events."""
-    rows, rounds = (20_000, 1) if quick else (60_000, 5)
+    rows, rounds = ((2_000, 1), (20_000, 1), (60_000, 5))[form]
     results.title(
         f"rate: {rows} events, each with its label in another topic {_LAG} events later, and with its label; an MLP of "
         "a million parameters"
     )
     events = _events(_WARM_UP_ROWS + rows + _AHEAD_ROWS)
     arms = {"plain": lambda: _rate(events, rows, late=False), "late": lambda: _rate(events, rows, late=True)}
-    rates = interleave(arms, rounds, warm_up=0 if quick else 1)
+    rates = interleave(arms, rounds, warm_up=1 if form is Form.LONG else 0)
     results.add("late_over_plain", ratio(rates["late"], rates["plain"]), "events a second, in turns")
     results.add("late_events_per_second", Spread.of(rates["late"]))
     results.add("plain_events_per_second", Spread.of(rates["plain"]))
 
 
-def freshness(results: Results, bootstrap: str, *, quick: bool) -> None:
+def freshness(results: Results, bootstrap: str, *, form: Form) -> None:
     """Measure the seconds from the append of a label to a prediction by a version that has learned from it."""
-    seconds = 4.0 if quick else 120.0
+    seconds = (0.5, 4.0, 120.0)[form]
     results.title("freshness: 500 events a second, each label half a second later, a version every 250 ms")
     topics = _Topics(bootstrap)
     with tempfile.TemporaryDirectory(dir=".", prefix="fresh-") as folder, topics.senders() as (events, labels):

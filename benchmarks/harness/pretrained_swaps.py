@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.harness.cores import split
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.load import Answers, Load
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.server import ServingProcess
 from benchmarks.harness.serving_swaps import Publisher
 from benchmarks.harness.texts import CLASSES, text_schema
@@ -44,9 +44,9 @@ _MAX_BATCH = 8
 _TEXT = "A real picture of a town in winter, and of the people who stay there because nobody else does."
 
 
-def measure(results: Results, quick: bool, minilm: Path, adapter: Mapping[str, Any]) -> None:
+def measure(results: Results, form: Form, minilm: Path, adapter: Mapping[str, Any]) -> None:
     """Measure the part."""
-    swaps, rounds = (10, 6) if quick else (20, 50)
+    swaps, rounds = ((2, 1), (10, 6), (20, 50))[form]
     core, others = split()
     results.title(f"swaps: {swaps * rounds} of an adapter of MiniLM, ten a second, {_RATE:.0f} requests a second")
     args = {"path": str(minilm), "classes": len(CLASSES)}

@@ -1,8 +1,8 @@
 """The figures of a benchmark: a line for each on the terminal, and JSON files.
 
-Each benchmark takes `--quick`, `--only PART ...`, `--json FILE` and `--save [DIR]`. `--json` writes flat keys. `--save`
-adds a file to `benchmarks/results/`, or DIR: `<benchmark>/<date>-<machine>.json`, with `-quick` before the suffix for
-the quick form, and a number if such a file exists. `tools/draw_benchmarks.py` reads them. A file has these keys:
+Each benchmark takes `--quick` or `--smoke`, `--only PART ...`, `--json FILE` and `--save [DIR]`. `--json` writes flat
+keys. `--save` adds a file to `benchmarks/results/`, or DIR: `<benchmark>/<date>-<machine>.json`, with `-quick` before
+the suffix for the quick form, and a number if such a file exists. `tools/draw_benchmarks.py` reads them. A file has:
 
     benchmark   the script's name
     time        UTC, ISO 8601
@@ -25,6 +25,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ UNITS = {
 }
 """The unit, and the pattern of the keys that have it; the first match counts."""
 _CLIENTS = ("kafka-python", "confluent-kafka", "noida-db")
+
+
+class Form(IntEnum):
+    """How large a benchmark is: an index into the sizes of its forms."""
+
+    SMOKE = 0
+    QUICK = 1
+    LONG = 2
 
 
 @dataclass(frozen=True)
@@ -141,14 +150,14 @@ class Results:
 
     def document(self, options: argparse.Namespace) -> dict[str, Any]:
         """Return what `--save` writes."""
-        left_out = {"json", "save", "quick"}
+        left_out = {"json", "save", "form"}
         given = {key: value for key, value in vars(options).items() if key not in left_out and value is not None}
         parameters = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
         return {
             "benchmark": self._benchmark,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "revision": revision(),
-            "parameters": {"form": "quick" if options.quick else "long"} | parameters,
+            "parameters": {"form": options.form.name.lower()} | parameters,
             "machine": self._machine,
             "facts": self._facts,
             "figures": [asdict(figure) for figure in self._figures],
@@ -158,8 +167,11 @@ class Results:
 def options(
     parser: argparse.ArgumentParser, parts: Iterable[str], quick: str = "smaller sizes and fewer rounds"
 ) -> None:
-    """Add the options of every benchmark; `quick` is the help of `--quick`."""
-    parser.add_argument("--quick", action="store_true", help=quick)
+    """Add the options of every benchmark, with the `form` that was chosen; `quick` is the help of `--quick`."""
+    parser.set_defaults(form=Form.LONG)
+    parser.add_argument("--quick", dest="form", action="store_const", const=Form.QUICK, help=quick)
+    smoke = "as small as it works, to see that it does; its figures mean nothing"
+    parser.add_argument("--smoke", dest="form", action="store_const", const=Form.SMOKE, help=smoke)
     parser.add_argument("--only", nargs="+", choices=list(parts), metavar="PART", help=", ".join(parts))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, one flat object")
     parser.add_argument(

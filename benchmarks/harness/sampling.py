@@ -72,6 +72,7 @@ class Steps:
     def __init__(self, background_store: BackgroundStore, events: Events, step: int, begin: int) -> None:
         """Continue at `step`, with the event of the number `begin`."""
         self._background_store, self._events, self._step, self._next = background_store, events, step, begin
+        background_store.plan_ahead(step, BATCH)
         self._matrix = torch.randn(192, 192)
 
     def compute(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.harness.cores import split
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.load import Load
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.server import ServingProcess, binary_request
 from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
@@ -23,9 +23,9 @@ _CLIENTS = 64
 _PARTS = (0.2, 0.5, 0.8)
 
 
-def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, form: Form, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    seconds, rounds = (0.5, 2) if quick else (8.0, 5)
+    seconds, rounds = ((0.2, 1), (0.5, 2), (8.0, 5))[form]
     core, others = split()
     for name, model in MODELS.items():
         results.title(f"alone: {name}, single rows as binary data, max_batch 64, max_delay 1 ms")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.serving_swaps import size, under_load
 from benchmarks.harness.version_publisher import VersionPublisher
 from learner.state_dir.bases import bases_in
@@ -26,14 +26,14 @@ ADAPTED = {"factory": "adapted_mlp", "args": {"widths": [384, 2048, 2048, 2048, 
 _MOMENTS = 2
 
 
-def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, form: Form, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    swaps, rounds = size(quick)
+    swaps, rounds = size(form)
     results.title(f"swaps: {swaps * rounds} of an MLP of 13 million frozen parameters with adapters of rank 3")
     with tempfile.TemporaryDirectory(dir=".", prefix="swaps-") as folder:
         root = Path(folder).resolve()
         published = VersionPublisher(root, ADAPTED, 384, {"max_delay": "1ms"})
-        found = under_load(root, published, 384, quick)
+        found = under_load(root, published, 384, form)
         manifest = published.versions.manifest(max(published.versions.numbers()))
         assert manifest.base is not None
         version = published.versions.size_bytes(manifest.number)

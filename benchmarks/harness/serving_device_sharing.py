@@ -34,7 +34,7 @@ from benchmarks.harness.event_feed import EventFeed
 from benchmarks.harness.interleave import Spread, ratio
 from benchmarks.harness.load import Answers, Load
 from benchmarks.harness.pipeline import LearnerProcess, Stream, make_topic, messages, packed, pipeline, schema_of
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.scheduling_latency import SchedulingLatency
 from benchmarks.harness.server import ServingProcess, binary_request
 
@@ -66,7 +66,8 @@ class Sizes:
     rounds_off: int
 
 
-QUICK, FULL = Sizes(1.5, 0.5, 3, 1), Sizes(10.0, 1.0, 10, 4)
+SIZES = Sizes(1.0, 0.2, 1, 1), Sizes(1.5, 0.5, 3, 1), Sizes(10.0, 1.0, 10, 4)
+"""Of each form."""
 CORE, OTHERS = split()
 
 
@@ -203,13 +204,13 @@ def _pin(process: int, cores: set[int] | None) -> None:
             os.sched_setaffinity(thread.id, cores)
 
 
-def measure(results: Results, quick: bool, bootstrap: str) -> None:
+def measure(results: Results, form: Form, bootstrap: str) -> None:
     """Measure the section."""
     _pin(os.getpid(), OTHERS)
     try:
-        for key, (model, words) in list(MODELS.items())[: 1 if quick else None]:
+        for key, (model, words) in list(MODELS.items())[: None if form is Form.LONG else 1]:
             results.title(f"device_sharing: learner and serving on one core, {words}, single rows")
-            _measure(results, key, model, QUICK if quick else FULL, bootstrap)
+            _measure(results, key, model, SIZES[form], bootstrap)
     finally:
         _pin(os.getpid(), (CORE or set()) | (OTHERS or set()) or None)
 

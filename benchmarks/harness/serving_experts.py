@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.harness.cores import split
 from benchmarks.harness.interleave import Spread, interleave
 from benchmarks.harness.load import Load
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.server import ServingProcess, binary_request
 from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
@@ -21,9 +21,9 @@ _EXPERTS = 20
 _RATE = 200.0
 
 
-def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, form: Form, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    seconds, rounds = (1.0, 4) if quick else (4.0, 40)
+    seconds, rounds = ((0.2, 1), (1.0, 4), (4.0, 40))[form]
     core, others = split()
     results.title(f"experts: {_EXPERTS} of them, single rows, {_RATE:.0f} requests a second")
     with tempfile.TemporaryDirectory(dir=".", prefix="experts-") as folder:

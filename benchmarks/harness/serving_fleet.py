@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from anabranch.core.object_store.bucket import Bucket
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.server import ServingProcess
 from benchmarks.harness.version_publisher import VersionPublisher
 from learner.object_storage.bucket_storage import BucketStorage
@@ -42,9 +42,9 @@ class _Store(NamedTuple):
     options: Mapping[str, str]
 
 
-def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, form: Form, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    versions = 15 if quick else 120
+    versions = (2, 15, 120)[form]
     for kind, opened in (("folder", _folder), ("s3", _s3)):
         results.title(f"fleet: {versions} versions of an MLP of a million parameters, one a second, through a {kind}")
         with tempfile.TemporaryDirectory(dir=".", prefix="fleet-") as folder, opened(Path(folder).resolve()) as store:

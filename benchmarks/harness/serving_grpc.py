@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.harness.cores import split
 from benchmarks.harness.interleave import Spread, interleave
-from benchmarks.harness.results import ROOT, Results, Target
+from benchmarks.harness.results import ROOT, Form, Results, Target
 from benchmarks.harness.server import ServingProcess
 from benchmarks.harness.version_publisher import NAME, VersionPublisher
 from serving.reporting.report import ServingReport, read_report
@@ -29,7 +29,7 @@ _MLP = {"factory": "mlp", "args": {"widths": [784, 100, 100, 10]}}
 _POLL_SECONDS = 0.05
 
 
-def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, form: Form, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section; it is left out where the stock clients are not installed."""
     try:
         with warnings.catch_warnings():
@@ -39,7 +39,7 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
     except ImportError as exc:
         results.remark(f"grpc: left out, since a client is missing: {exc}")
         return
-    calls, rounds = (300, 5) if quick else (2000, 15)
+    calls, rounds = ((20, 1), (300, 5), (2000, 15))[form]
     core, _ = split()
     results.title("grpc: single rows, one at a time, by tritonclient's clients")
     with tempfile.TemporaryDirectory(dir=".", prefix="grpc-") as folder:

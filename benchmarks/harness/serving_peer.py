@@ -26,7 +26,7 @@ from benchmarks.harness.cores import split
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.load import Load
 from benchmarks.harness.pipeline import BrokenRunError
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.server import ServingProcess, binary_request, json_request
 from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
@@ -39,9 +39,9 @@ _MAX_BATCH, _MAX_DELAY = 64, 0.002
 _PATIENCE = 60.0
 
 
-def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, form: Form, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    seconds, rounds = (0.7, 2) if quick else (8.0, 5)
+    seconds, rounds = ((0.2, 1), (0.7, 2), (8.0, 5))[form]
     core, others = split()
     results.title(f"peer: an MLP of a million parameters, single rows as JSON, {_CLIENTS} clients")
     there = [name for name in PEERS if importlib.util.find_spec(name) is not None]

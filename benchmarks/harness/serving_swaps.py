@@ -26,7 +26,7 @@ import torch
 from benchmarks.harness.cores import split
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.load import Answers, Load
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.server import ServingProcess, binary_request
 from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
@@ -163,14 +163,14 @@ class Measured:
         return statistics.median(resident[tenth : 2 * tenth]), statistics.median(resident[-tenth:])
 
 
-def size(quick: bool) -> tuple[int, int]:
+def size(form: Form) -> tuple[int, int]:
     """Return the swaps of a round, and the rounds."""
-    return (20, 2) if quick else (100, 10)
+    return ((12, 1), (20, 2), (100, 10))[form]
 
 
-def under_load(root: Path, published: VersionPublisher, features: int, quick: bool) -> Measured:
+def under_load(root: Path, published: VersionPublisher, features: int, form: Form) -> Measured:
     """Serve the versions that are published into a folder, and send requests meanwhile."""
-    swaps, rounds = size(quick)
+    swaps, rounds = size(form)
     core, others = split()
     published.publish()
     with ServingProcess(root, core) as server:
@@ -194,15 +194,15 @@ def under_load(root: Path, published: VersionPublisher, features: int, quick: bo
     return Measured(pairs, done, read)
 
 
-def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, form: Form, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    swaps, rounds = size(quick)
+    swaps, rounds = size(form)
     results.title(
         f"swaps: {swaps * rounds} of an MLP of a million parameters, ten a second, {_RATE:.0f} requests a second"
     )
     with tempfile.TemporaryDirectory(dir=".", prefix="swaps-") as folder:
         root = Path(folder).resolve()
-        found = under_load(root, VersionPublisher(root, MLP, 784, {"max_delay": "1ms"}), 784, quick)
+        found = under_load(root, VersionPublisher(root, MLP, 784, {"max_delay": "1ms"}), 784, form)
     first, last = found.resident
     refused, pairs, done = found.refused, found.pairs, found.done
     results.add("swap_failed", float(refused.total()), ", ".join(f"{n} with {code}" for code, n in refused.items()))

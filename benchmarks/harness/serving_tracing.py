@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.harness.cores import kept_to, split
 from benchmarks.harness.load import Load
 from benchmarks.harness.pipeline import BrokenRunError
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.server import ServingProcess, binary_request
 from benchmarks.harness.tracing_switch import Turn, alternate, switchable
 from benchmarks.harness.version_publisher import NAME, VersionPublisher
@@ -28,12 +28,12 @@ _SECONDS = 0.25
 """Of a turn."""
 
 
-def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
+def measure(results: Results, form: Form, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section; it is left out where the exporter is not installed."""
     if not has_exporter():
         results.remark(MISSING)
         return
-    rounds, turns = (4, 8) if quick else (15, 20)
+    rounds, turns = ((1, 2), (4, 8), (15, 20))[form]
     core, others = split()
     results.title("tracing: single rows, 1 % of the requests traced")
     with contextlib.ExitStack() as stack:
