@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.05
 """How often a part of a request is looked at again: it stays in the kernel, for the learner."""
 
 
-class Liveness:
+class LivenessServer:
     """One run of the process."""
 
     def __init__(self, listener: socket.socket, channel: socket.socket, *, any_host: bool) -> None:
@@ -136,7 +136,7 @@ def main(listener: int, channel: int, any_host: int) -> None:
     sockets = [socket.socket(fileno=descriptor) for descriptor in (listener, channel)]
     for each in sockets:
         each.setblocking(False)
-    Liveness(sockets[0], sockets[1], any_host=bool(any_host)).run()
+    LivenessServer(sockets[0], sockets[1], any_host=bool(any_host)).run()
 
 
 if __name__ == "__main__":

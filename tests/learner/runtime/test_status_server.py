@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 import learner.runtime.status_server
 from learner.runtime import liveness
-from learner.runtime.liveness import Liveness
+from learner.runtime.liveness import LivenessServer
 from learner.runtime.status_server import serve_status
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
@@ -141,7 +141,7 @@ def test_livez_is_answered_while_no_thread_of_the_process_runs(port: int, tmp_pa
 def test_a_process_that_runs_nothing_for_a_minute_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.create_server(("127.0.0.1", 0)) as listener:
-        answers = Liveness(listener, theirs, any_host=True)
+        answers = LivenessServer(listener, theirs, any_host=True)
         assert answers._reply(with_body=True).startswith(b"HTTP/1.0 200 OK")
         monkeypatch.setattr(liveness, "SILENCE_SECONDS", -1.0)
         reply = answers._reply(with_body=True)
