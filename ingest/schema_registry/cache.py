@@ -103,6 +103,8 @@ class WriterSchemas:
         """Ids that were looked up and not found yet, in the order in which the registry is asked for them."""
         self._unsure: dict[SchemaId, tuple[float, float]] = {}
         """Awaited ids that the registry lacked, and when it was first asked for them by the clock, and last in fact."""
+        self._failing: set[SchemaId] = set()
+        """Awaited ids for which the registry has given no answer: they keep no others back."""
         self._missing_in_a_row = 0
         self._next_at = 0.0
         """When the next id is asked for while all are missing."""
@@ -153,7 +155,8 @@ class WriterSchemas:
         refused: dict[SchemaId, str] = {}
         with self._lock:
             for schema_id in ids:
-                if schema_id in self._awaited or (schema_id is not None and len(self._awaited) >= _MOST_AWAITED):
+                is_full = len(self._awaited) - len(self._failing) >= _MOST_AWAITED
+                if schema_id in self._awaited or (schema_id is not None and is_full):
                     continue
                 if schema_id is not None and self._missing_in_a_row >= _MOST_IN_A_ROW:
                     if self._clock() < self._next_at:
@@ -189,6 +192,7 @@ class WriterSchemas:
                     log.exception("a bug in reading the schema %s", schema_id)
                     problem = f"a bug in reading the schema {schema_id} of the registry: {type(exc).__name__}: {exc}"
                 with self._lock:  # the others come before it next time
+                    self._failing.add(schema_id)
                     del self._awaited[schema_id]
                     self._awaited[schema_id] = None
             if self._clock() >= until:
@@ -220,7 +224,7 @@ class WriterSchemas:
                 if self.settings.fallback:  # then there is none to read messages with
                     raise RegistryError(f"{exc}: check stream.registry.subject") from exc
                 with self._lock:
-                    del self._awaited[schema_id]
+                    self._remove_awaited(schema_id)
                 return True
             self.has_subject = True
         else:
@@ -234,7 +238,7 @@ class WriterSchemas:
                 schema = str(exc)
         self._unsure.pop(schema_id, None)
         with self._lock:
-            del self._awaited[schema_id]
+            self._remove_awaited(schema_id)
             if isinstance(schema, WriterSchema):
                 self._schemas.put(schema_id, schema, schema.size)
                 self._missing_in_a_row = 0
@@ -245,6 +249,10 @@ class WriterSchemas:
             times = self._missing.get(schema_id, _NEVER).times + 1
             self._missing[schema_id] = _MissingSchema(schema, math.inf, times)
             return True
+
+    def _remove_awaited(self, schema_id: SchemaId) -> None:
+        del self._awaited[schema_id]
+        self._failing.discard(schema_id)
 
     def _may_be_new(self, schema_id: SchemaId) -> bool:
         """Return whether to ask again for a schema that the registry lacks; with `fallback`, never.

@@ -208,6 +208,22 @@ def test_one_schema_that_cannot_be_fetched_keeps_no_other_back(registry):
         assert "lacks a schema that another one refers to" in str(schemas.problem)
 
 
+def test_many_schemas_that_cannot_be_fetched_keep_no_other_back_either(registry, monkeypatch):
+    monkeypatch.setattr("ingest.schema_registry.cache._MOST_AWAITED", 3)
+    gone = [{"name": "b", "subject": "gone", "version": 1}]
+    bad = [registry.register("a", f"{number}", references=gone) for number in range(9)]
+    good = registry.register("payments-value", "one")
+    with schemas_of(registry, Clock()) as schemas:
+        for _ in range(4):
+            found = schemas.find([*bad, good])
+            schemas._thread.wait()
+            schemas._retry_at = 0.0
+        fetched(schemas)
+        found = schemas.find([*bad, good])
+        assert text_of(found[good]) == "one"
+        assert [found[number] for number in bad] == [None] * 9
+
+
 class TestTheNewestOfTheSubject:
     def test_is_asked_for_again_after_a_minute_and_the_former_one_is_used_meanwhile(self, registry):
         registry.register("payments-value", "one")
