@@ -1,9 +1,9 @@
 """The connection to the server of the tier `redis`, Redis or Valkey, with a circuit breaker and a sweeper.
 
-No call waits longer than a quarter of a second. A server that does not answer is *away*: calls fail at once until a
-background thread has reached it, so that a reader pays for an outage once. Every error of the client becomes an
-OSError. Replies are bounded in bytes, since other users may write values of any length. KEYS and FLUSHDB are never
-sent, since other users may share the server.
+No call waits longer than a quarter of a second for the next bytes, nor two seconds for all of a reply. A server that
+does not answer is *away*: calls fail at once until a background thread has reached it, so that a reader pays for an
+outage once. Every error of the client becomes an OSError. Replies are bounded in bytes, since other users may write
+values of any length. KEYS and FLUSHDB are never sent, since other users may share the server.
 """
 
 import collections
@@ -24,6 +24,8 @@ from anabranch.core.backoff import Backoff
 from anabranch.core.errors import DependencyError, SettingsError
 
 _TIMEOUT_SECONDS = 0.25
+_LONGEST_REPLY_SECONDS = 2.0
+"""Of one reply as a whole: a server may send a byte in time, again and again."""
 _FIRST_BACKOFF = timedelta(seconds=0.1)
 _LONGEST_BACKOFF = timedelta(seconds=5)
 _MAX_BATCH = 256
@@ -63,18 +65,20 @@ class _Limit:
 
 
 class _BoundedSocket:
-    """A socket that receives no more than the limit after each send."""
+    """A socket that receives no more than the limit after each send, and not for longer than a reply may take."""
 
     def __init__(self, inner: Any, limit: _Limit) -> None:
         self._inner = inner
         self._limit = limit
         self._received = 0
+        self._until = time.monotonic() + _LONGEST_REPLY_SECONDS
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def sendall(self, data: Any) -> None:
         self._received = 0
+        self._until = time.monotonic() + _LONGEST_REPLY_SECONDS
         self._inner.sendall(data)
 
     def recv(self, *arguments: Any) -> bytes:
@@ -89,6 +93,8 @@ class _BoundedSocket:
 
     def _count(self, size: int) -> None:
         self._received += size
+        if time.monotonic() > self._until:
+            raise TimeoutError(f"a reply takes longer than {_LONGEST_REPLY_SECONDS:g} s")
         if self._received > self._limit.bytes:
             raise _ReplyTooLongError(f"a reply has more than {self._limit.bytes} bytes")
 

@@ -59,7 +59,7 @@ def check_conditional_writes(bucket: Bucket) -> None:
 def _lacks(exc: BaseException | None) -> bool:
     """Return whether an answer to a conditional write means that there is no such thing, now or later.
 
-    Some stores answer 304 in place of 412, by which the writer cannot tell what has happened.
+    Some stores answer 304 in place of 412, by which the writer cannot know what has happened.
     """
     from obstore.exceptions import BaseError, NotModifiedError, NotSupportedError
 

@@ -1,6 +1,8 @@
 """A store whose Redis stops, restarts empty, hangs, is full, or evicts keys."""
 
+import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -180,6 +182,35 @@ def test_a_value_of_any_length_under_its_keys_is_not_read_whole(
         assert server.problem is None
         assert server.get(["row", "long"], 100) == [bytes(100)] * 2
     client.close()
+
+
+def test_a_reply_that_comes_byte_after_byte_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            while request := connection.recv(65536):
+                if b"MGET" not in request:
+                    connection.sendall(b"+OK\r\n" * request.count(b"*"))
+                    continue
+                connection.sendall(b"*1\r\n$1000000\r\n")
+                while not ended.wait(0.01):
+                    connection.sendall(b"x")
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+    monkeypatch.setattr("replay.tiers.redis_server._LONGEST_REPLY_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        with RedisServer(f"redis://127.0.0.1:{listener.getsockname()[1]}/0?protocol=2", "test:") as server:
+            server.open(needed=True)
+            with pytest.raises(OSError, match="does not answer"):
+                server.get(["row"], 1_000_000)
+        ended.set()
+        listener.close()
 
 
 def test_a_row_that_is_longer_than_most_replies_is_read(mortal_redis: Any) -> None:
