@@ -5,9 +5,11 @@ runs, and passes on all others.
 """
 
 import contextlib
+import errno
 import io
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -67,8 +69,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         )
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Take a connection that the other process has accepted; raises OSError where it has ended."""
+        """Take a connection that the other process has accepted.
+
+        Raises:
+            OSError: it has ended, or this process has no descriptor left for it.
+        """
         _, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
+        if not descriptors:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         connection = socket.socket(fileno=descriptors[0])
         connection.setblocking(True)
         try:
@@ -103,7 +111,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         if self._answers.poll() is not None:
             code = self._answers.returncode
             log.warning("the process that answers /livez has ended with code %d; another one is started", code)
-            self._start_answers()
+            with contextlib.suppress(OSError):  # no process may be started for now: again a second later
+                self._start_answers()
         with contextlib.suppress(BlockingIOError):  # it does not read for now
             self.socket.send(said, socket.MSG_DONTWAIT)
 

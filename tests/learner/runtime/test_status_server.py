@@ -168,6 +168,24 @@ def test_the_process_that_answers_is_started_again_after_it_was_killed(
     assert len(started) == 2
 
 
+def test_a_connection_for_which_no_descriptor_is_left_is_dropped_and_the_next_one_is_answered(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received, lost = socket.recv_fds, []
+
+    def receive(*args: Any) -> Any:
+        data, descriptors, *rest = received(*args)
+        if not lost:
+            os.close(descriptors[0])
+            lost.append(descriptors.pop())
+        return data, descriptors, *rest
+
+    monkeypatch.setattr(socket, "recv_fds", receive)
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        health(port)
+    assert health(port) == 200
+
+
 def test_an_endless_request_head_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner.runtime.status_server, "_PATIENCE", timedelta(hours=1))
     monkeypatch.setattr(learner.runtime.status_server._QuietHandler, "timeout", None)
