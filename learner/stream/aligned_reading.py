@@ -10,7 +10,7 @@ from datetime import timedelta
 from ingest.reader.cursors import Partition
 from learner.stream.ledger import Ledger
 
-_STARTS, _ENDS = 1 / 4, 1 / 8
+_STARTS, _ENDS = 1 / 8, 1 / 16
 """Partitions wait for each other from this share of the room on that is taken, until this one."""
 _STANDS_STILL = timedelta(minutes=1)
 """A partition from which nothing comes for so long is not waited for: its broker or its registry may be away."""

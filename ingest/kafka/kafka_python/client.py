@@ -122,6 +122,9 @@ class KafkaPythonClient:
         self._positions = {_theirs(partition): offset for partition, offset in positions.items()}
         for partition, offset in self._positions.items():
             self._consumer.seek(partition, offset)
+        # What was fetched is fetched again. The client would keep that of a paused partition aside, and after it is
+        # resumed would neither return it nor fetch the partition.
+        self._consumer._fetcher.close()
         self._consumer.resume(*self._consumer.paused())
         self._consumer.pause(*map(_theirs, paused))
 

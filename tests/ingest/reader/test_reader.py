@@ -412,6 +412,26 @@ def test_a_partition_that_is_held_is_not_read_until_it_is_released_by_another_pr
         assert source.problem is None
 
 
+def test_partitions_that_are_held_in_turn_are_all_read(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic, count = make_topic(partitions=2), 6000
+    for partition in range(2):
+        produce(kafka.bootstrap, topic, [GOOD] * count, partition=partition)
+    with opened(kafka.bootstrap, topic, buffer_bytes="1MB") as source:
+        seen = read(source, 1)
+        held = 1 - seen[0][0]
+        for _ in range(4):
+            held = 1 - held
+            source.hold(frozenset({held}))
+            while (at := len(seen)) < 2 * count and {partition for partition, *_ in seen[-500:]} != {1 - held}:
+                seen += read(source, min(500, 2 * count - at))
+        source.hold(frozenset())
+        seen += read(source, 2 * count - len(seen))
+        assert source.problem is None
+    assert Counter((p, o) for p, o, *_ in seen) == Counter((p, o) for p in range(2) for o in range(count))
+
+
 def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:

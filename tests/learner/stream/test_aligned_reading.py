@@ -48,11 +48,11 @@ def test_a_topic_that_is_ahead_waits_until_the_other_is_as_far(topics: Topics) -
 
 
 def test_while_there_is_room_no_topic_waits(topics: Topics) -> None:
-    assert topics.ahead(0.25) == set()
-    assert topics.ahead(0.26) == {1}
+    assert topics.ahead(0.125) == set()
     assert topics.ahead(0.13) == {1}
-    assert topics.ahead(0.12) == set()
-    assert topics.ahead(0.13) == set()
+    assert topics.ahead(0.07) == {1}
+    assert topics.ahead(0.06) == set()
+    assert topics.ahead(0.07) == set()
 
 
 def test_a_topic_that_is_read_to_its_end_or_not_at_all_is_not_waited_for(topics: Topics) -> None:
