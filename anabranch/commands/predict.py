@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from anabranch.commands.event_files.files import FileRecord, SourceFormat, open_source
-from anabranch.commands.rollout import connect
+from anabranch.commands.rollout import connect, refusal_error
 from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from ingest.events.schema import Feature, Schema
@@ -28,7 +28,7 @@ def predict(
 
     Raises:
         SettingsError: the file cannot be read, an event is not usable, or the server refuses it.
-        DependencyError: serving does not run, or does not answer.
+        DependencyError: serving does not run, does not answer, or refuses for now.
     """
     schema, name = Schema(config.pipeline.events), config.pipeline.name
     report = read_report(config.state_dir)
@@ -59,7 +59,7 @@ def _ask(connection: http.client.HTTPConnection, method: str, url: str, body: st
     reply = connection.getresponse()
     content = json.loads(reply.read())
     if reply.status != http.HTTPStatus.OK:
-        raise SettingsError(f"the server answered {reply.status}: {content.get('error', content)}")
+        raise refusal_error(reply.status)(f"the server answered {reply.status}: {content.get('error', content)}")
     return content
 
 

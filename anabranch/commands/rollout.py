@@ -18,7 +18,7 @@ import msgspec
 from anabranch.commands.fleet import apply_to_fleet, commands_fleet
 from anabranch.commands.versions import Which, list_versions, stored_versions, version_number
 from anabranch.config.loader import Config
-from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.net import is_loopback
 from learner.state_dir.version import RegistryState, Versions
@@ -171,11 +171,17 @@ def _ask(config: Config, report: ServingReport, action: str, number: int) -> Reg
     finally:
         connection.close()
     if reply.status != http.HTTPStatus.OK:
-        raise SettingsError(_refusal(body) or f"serving at {report.address} answered {reply.status}")
+        raise refusal_error(reply.status)(_refusal(body) or f"serving at {report.address} answered {reply.status}")
     try:
         return decoded(body, RegistryState)
     except DamagedError as exc:
         raise DependencyError(f"what answers at {report.address} is not this pipeline's serving: {exc}") from exc
+
+
+def refusal_error(status: int) -> type[AnabranchError]:
+    """Return what a refusal by serving is: of the order, or of what passes, so that the same may work later."""
+    passes = status == http.HTTPStatus.TOO_MANY_REQUESTS or status >= http.HTTPStatus.INTERNAL_SERVER_ERROR
+    return DependencyError if passes else SettingsError
 
 
 def _is_configured(settings: ServingSettings, address: str) -> bool:

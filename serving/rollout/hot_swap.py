@@ -131,8 +131,8 @@ class VersionSwapper:
         Raises:
             NotFoundError: there is no such version.
             ConflictError: another command contradicts it, or the version cannot be served; nothing has changed then.
-            UnavailableError: the device was lost, and the process is about to end; or the object store of the fleet
-                cannot be reached, and nothing has changed.
+            UnavailableError: the device was lost, and the process is about to end; or the state directory or the
+                object store of the fleet cannot be reached, and nothing has changed.
         """
         fleet = self._fleet.begin(number, served=command in _SERVING) if self._fleet is not None else None
         with self._lock:
@@ -146,6 +146,8 @@ class VersionSwapper:
                     raise UnavailableError("the device of this server has failed; it is about to start again") from exc
                 if isinstance(exc, RuntimeError):
                     raise
+                if failure_of(exc) is Failure.AWAY:
+                    raise UnavailableError(f"the rollout command cannot be saved for now: {exc}") from exc
                 raise ConflictError(f"the rollout command cannot be saved: {exc}") from exc
         log.info("rollout command: %s version %d; %s is served", command.__name__.replace("_", " "), number, served)
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,6 +178,29 @@ def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_
     assert run(config, "pin", "1") == 3
     assert f"serving at {address} does not answer" in capsys.readouterr().err
     assert found(config).state().pinned is None
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, 3), (429, 3), (500, 3), (404, 2), (409, 2), (403, 2)])
+def test_a_refusal_that_passes_is_no_fault_of_the_command(
+    config: Config, capsys: pytest.CaptureFixture[str], status: int, code: int
+) -> None:
+    now, body = time.time(), b'{"error": "the sentence of the server"}'
+    with socket.create_server(("127.0.0.1", config.pipeline.serving.port)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(b"HTTP/1.1 %d No\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        report = ServingReport(pid=os.getpid(), started=now, time=now, address=address, ready=True)
+        write_report(config.state_dir, report)
+        assert run(config, "pin", "1") == code
+        thread.join()
+    assert "the sentence of the server" in capsys.readouterr().err
 
 
 def test_a_command_whose_answer_takes_long_may_still_be_applied(

@@ -33,7 +33,7 @@ from learner.errors import ModelError
 from learner.state_dir.folders import MANIFEST, LocalFolder
 from learner.state_dir.trained_through import NewlyTrained
 from learner.state_dir.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
-from serving.errors import ConflictError, NotFoundError
+from serving.errors import ConflictError, NotFoundError, UnavailableError
 from serving.metrics import ServingMetrics
 from serving.model import deployment
 from serving.model import loaded_version as served
@@ -992,3 +992,20 @@ def test_a_version_that_fails_on_one_row_is_refused_with_the_number_of_rows_and_
 def test_a_model_that_fails_on_a_single_event_is_refused_as_by_the_learner(deploy: Callable[..., Any]) -> None:
     with pytest.raises(ModelError, match=r"the model fails on a single event, x \[1, 4\].*IndexError"):
         deploy("pooled").deployment.check()
+
+
+def test_a_command_that_cannot_be_saved_for_now_may_be_sent_again(
+    numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers.publish(1)
+    assert watched.poll() == 1
+
+    def no_descriptor(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(numbers.versions), "write_state", no_descriptor)
+        with pytest.raises(UnavailableError, match=r"cannot be saved for now: .*Too many open files"):
+            watched.swap.apply(pin, 1)
+    watched.swap.apply(pin, 1)
+    assert watched.swap.state.pinned == 1
