@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
+from anabranch.core.stream_secret import StreamSecret
 from ingest.events.block import IDENTITY_COLUMNS, Array
 from ingest.events.partition import TopicPartition
 from learner.adaptation.stream_monitor import StreamMonitor
@@ -68,7 +69,7 @@ class BacktestTraining:
         if setup.strategy.replays:
             store = BackgroundStore(_store(spec, setup), in_background=device.type != "mps")
             stack.callback(store.close)
-        self._holdout = HoldoutSet(setup.schema, spec.gate.holdout_rows, spec.seed)
+        self._holdout = HoldoutSet(setup.schema, spec.gate.holdout_rows, _secret(spec).number("held-out events"))
         monitor = StreamMonitor(spec.learner, bounded=bounded)
         replay = make_feed(store, spec.learner, 1, monitor, self._holdout, self.trainer, timer)
         self._raising = RaisingEvents(state, replay, self._holdout, [replay.raised], metrics.raised)
@@ -128,6 +129,11 @@ def rows_of(columns: Mapping[str, Array], rows: NDArray[np.bool_]) -> dict[str, 
     return {name: column[rows] for name, column in columns.items()} if rows.any() else {}
 
 
+def _secret(spec: LearnerSpec) -> StreamSecret:
+    """Return the secret of the seed: a file has no senders who must not know it, and equal runs are to be equal."""
+    return StreamSecret.fixed(spec.seed)
+
+
 def _store(spec: LearnerSpec, setup: TrainingSetup) -> Store:
     """Return the pipeline's store, of as many events, in memory alone."""
     extra, step = output_fields(setup.kept_outputs), most_added(spec.learner, spec.stream, 1)
@@ -135,7 +141,7 @@ def _store(spec: LearnerSpec, setup: TrainingSetup) -> Store:
         _in_memory(spec.replay, {**setup.schema.payload(), **extra}, step),
         setup.schema,
         setup.device,
-        spec.seed,
+        _secret(spec).number("replay"),
         extra=extra,
         dim=setup.embedding.captured().shape[1] if setup.embedding is not None else None,
         step=step,
