@@ -10,6 +10,7 @@ from learner.model.factory import forward as run
 from learner.model.faulty_events import may_be_of_events
 from learner.model.features.learned import features_of
 from learner.strategies.base import eval_mode
+from learner.strategies.bounded import shortened
 from learner.strategies.er import NoReplay
 from learner.strategies.examples import Examples, Tensors
 
@@ -31,6 +32,8 @@ class ElasticWeights(NoReplay):
         self._sum: Tensor | None = None
         """Squared gradients of all weights, then the number of events: what a consolidation divides by it."""
         self._sum_of_all: Tensor | None = None
+        self._usual: Tensor | None = None
+        """The usual length of an event's gradient."""
         self._fisher: list[Tensor] = []
         self._anchor: list[Tensor] = []
 
@@ -71,6 +74,8 @@ class ElasticWeights(NoReplay):
     def _add(self, event: Examples) -> None:
         """Add the squared gradient of a single event, if there is one, and count it unless its weight is 0."""
         weights = self.learner.weights
+        if self._usual is None:
+            self._usual = torch.zeros((), dtype=torch.float64, device=weights[0].device)
         if self._sum is None:
             self._sum = torch.zeros(sum(weight.numel() for weight in weights) + 1, device=weights[0].device)
         for part in self.learner.parts(event) if len(event) else ():
@@ -83,8 +88,11 @@ class ElasticWeights(NoReplay):
                     raise
                 return  # it was trained on already; another event serves as well
             counts = (part.weight_B > 0).to(self._sum)
-            squares = torch.cat([*(gradient.reshape(-1) for gradient in gradients), counts]).square_()
-            # An overflow of one event would make the penalty infinite permanently.
+            # One event far from the others would tie the weights down permanently.
+            gradient = torch.cat([each.reshape(-1) for each in gradients])[None].double()
+            gradient = shortened(gradient, part.weight_B, self._usual)
+            squares = torch.cat([gradient[0].to(self._sum), counts]).square_()
+            # The first event of all may overflow, which would make the penalty infinite permanently.
             self._sum.addcmul_(squares.nan_to_num_(nan=0.0, posinf=0.0), counts)
 
     def gather(self) -> None:
@@ -98,7 +106,8 @@ class ElasticWeights(NoReplay):
         """Return Fisher information, anchors, and the sums since then over all ranks."""
         total = self._sum if self._sum_of_all is None else self._sum_of_all
         sums = [] if total is None else [*self._split(total[:-1]), total[-1]]
-        kinds = {"sum": sums, "fisher": self._fisher, "anchor": self._anchor}
+        usual = [] if self._usual is None else [self._usual]
+        kinds = {"sum": sums, "fisher": self._fisher, "anchor": self._anchor, "usual": usual}
         return {f"{name}.{index}": each for name, tensors in kinds.items() for index, each in enumerate(tensors)}
 
     def state(self) -> dict[str, Any]:
@@ -111,6 +120,7 @@ class ElasticWeights(NoReplay):
         device = self.learner.weights[0].device
         sums, self._fisher, self._anchor = (_numbered(tensors, name, device) for name in ("sum", "fisher", "anchor"))
         self._sum = torch.cat([each.reshape(-1) for each in sums]) if sums else None
+        self._usual = next(iter(_numbered(tensors, "usual", device)), None)
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         """Return the parts of a vector of all weights, in their shapes."""

@@ -12,6 +12,7 @@ from anabranch.core.errors import SettingsError
 from learner.model.features.learned import features_of
 from learner.model.trained_set import base_parameters
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, StrategyContext, eval_mode, weighted
+from learner.strategies.bounded import shortened
 from learner.strategies.examples import Examples, Tensors
 
 _SCALED = 1000
@@ -63,6 +64,8 @@ class NearestClassMean(Strategy):
             raise SettingsError("learner.strategy: its sums are float64, which mps has not; set learner.device = 'cpu'")
         self._count_C = torch.zeros(classes, dtype=torch.float64, device=device)
         self._sum_CD = torch.zeros(classes, dim, dtype=torch.float64, device=device)
+        self._usual = self._sum_CD.new_zeros(())
+        """The usual length of an embedding."""
 
     def on_step_start(self) -> None:
         """Discard the embeddings of a step that is retried."""
@@ -80,6 +83,7 @@ class NearestClassMean(Strategy):
         if self._learned is not None and not self._learned.numbers_are_fixed:
             return  # embeddings of these events will be others
         embedding_BD = torch.cat(self._embedding).double()
+        embedding_BD = shortened(embedding_BD, new.weight_B, self._usual, self.learner.reduce)
         weight_B1 = new.weight_B.double()[:, None]
         for total, part in zip(self._totals(), self._parts(embedding_BD, weight_B1, new.label_B), strict=True):
             self.learner.reduce([part])
@@ -137,9 +141,10 @@ class NearestClassMean(Strategy):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
-        return {str(index): each for index, each in enumerate(self._totals())}
+        return {str(index): each for index, each in enumerate(self._totals())} | {"usual": self._usual}
 
     def restore(self, tensors: Tensors, _state: object) -> None:
         """Restore the sums of a checkpoint."""
         for index, each in enumerate(self._totals()):
             each.copy_(tensors[str(index)])
+        self._usual.copy_(tensors["usual"])

@@ -40,14 +40,13 @@ from torch import nn
 class Model(nn.Module):
     def __init__(self, numbers, outputs, people):
         super().__init__()
-        self.people = nn.Embedding(people, 4) if people else None
-        self.body = nn.Sequential(nn.Linear(numbers + 4 * (people > 0), 32), nn.ReLU(), nn.Linear(32, outputs))
+        self.people = nn.Embedding(people, outputs) if people else None
+        self.numbers = nn.Linear(numbers, outputs)
 
     def forward(self, who=None, **numbers):
-        parts = [each.float().reshape(len(each), -1) for each in numbers.values()]
+        output = self.numbers(torch.cat([each.float().reshape(len(each), -1) for each in numbers.values()], dim=1))
         if who is not None:
-            parts.append(self.people(who))
-        output = self.body(torch.cat(parts, dim=1))
+            output = output + self.people(who)
         return output if output.shape[1] > 1 else output[:, 0]
 
 def build(numbers, outputs, people):
@@ -76,7 +75,7 @@ task = "{task}"
 {{learner}}
 device = "cpu"
 batch_size = 64
-optimizer = {{name = "adamw", lr = 3e-3}}
+optimizer = {{name = "adamw", lr = 2e-2}}
 [replay]
 capacity = 5000
 [versions]

@@ -83,11 +83,11 @@ def learn(folder: Path, variant: Variant, sent: Sequence[Sent], batch: int = 64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if not each.late], ids=lambda variant: variant.name)
 def test_single_events_leave_what_is_known_of_the_others(tmp_path: Path, variant: Variant) -> None:
     kinds = kinds_of(variant)
-    clean = learn(tmp_path / "clean", variant, [*stream_of(variant, 12_000, [])])
-    sent = [*stream_of(variant, 12_000, kinds)]
+    clean = learn(tmp_path / "clean", variant, [*stream_of(variant, 8_000, [])])
+    sent = [*stream_of(variant, 8_000, kinds)]
     found = learn(tmp_path / "spoiled", variant, sent)
     at = {each.kind.name: offset for offset, each in enumerate(sent) if each.kind is not None}
     by_name: dict[str, Kind] = {kind.name: kind for kind in kinds}

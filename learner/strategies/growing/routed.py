@@ -16,6 +16,7 @@ from learner.model.factory import forward as run
 from learner.model.features.learned import features_of
 from learner.model.growing.parts import Pool, pool_of
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, StrategyContext, eval_mode, weighted
+from learner.strategies.bounded import shortened
 from learner.strategies.examples import Examples, Tensors
 
 MOST_DIMENSIONS = 4096
@@ -77,6 +78,8 @@ class RoutedParts(Strategy, abc.ABC):
         """Means of the classes of frozen parts."""
         self._within_DD, self._count = torch.zeros_like(self._product_DD), self._product_DD.new_zeros(())
         """Scatter within the classes of frozen parts, and their events."""
+        self._usual = self._product_DD.new_zeros(())
+        """The usual length of an embedding."""
 
     def on_step_start(self) -> None:
         """Discard the embeddings of a step that is retried."""
@@ -95,7 +98,9 @@ class RoutedParts(Strategy, abc.ABC):
 
     def after_step(self, new: Examples, _output_B: Tensor) -> None:
         """Add the events of all ranks to the sums, and update the router."""
-        embedding_BD, weight_B1 = torch.cat(self._embedding).double(), new.weight_B.double()[:, None]
+        embedding_BD = torch.cat(self._embedding).double()
+        embedding_BD = shortened(embedding_BD, new.weight_B, self._usual, self.learner.reduce)
+        weight_B1 = new.weight_B.double()[:, None]
         count_C, sum_CD = map(torch.zeros_like, self._sums)
         count_C.index_add_(0, new.label_B, weight_B1[:, 0])
         sum_CD.index_add_(0, new.label_B, weight_B1 * embedding_BD)
@@ -222,6 +227,7 @@ class RoutedParts(Strategy, abc.ABC):
             "mean": self._mean_PD,
             "within": self._within_DD,
             "frozen_count": self._count,
+            "usual": self._usual,
         }
 
     def state(self) -> dict[str, Any]:
@@ -235,6 +241,7 @@ class RoutedParts(Strategy, abc.ABC):
         restored = {name: value.to(self._label.device, copy=True) for name, value in tensors.items()}
         self._sums, self._product_DD = [restored["count"], restored["sum"]], restored["product"]
         self._mean_PD, self._within_DD, self._count = restored["mean"], restored["within"], restored["frozen_count"]
+        self._usual = restored["usual"]
 
 
 def _classes_in(present_C: Tensor) -> list[int]:
