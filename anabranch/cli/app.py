@@ -289,14 +289,14 @@ def init(
             return
         from anabranch.commands.init import NEXT_OF_HISTORY, next_commands, write_example, write_history
 
-        notes: list[str] = []
+        remarks: list[str] = []
         if history is None and label is None:
             paths, commands = write_example(folder, force=force), next_commands(folder)
         else:
-            paths, notes = write_history(folder, history, label, force=force)
+            paths, remarks = write_history(folder, history, label, force=force)
             commands = next_commands(folder, NEXT_OF_HISTORY)
-        for note in notes:
-            say(note)
+        for remark in remarks:
+            say(remark)
         typer.echo(f"wrote {', '.join(path.name for path in paths)} to {folder}; next:\n\n{commands}")
 
     return run_command(start, private=False)

@@ -38,7 +38,7 @@ def write_files(folder: Path, contents: Mapping[str, str], *, force: bool) -> li
 def write_history(
     folder: Path, pattern: str | None, label: str | None, *, force: bool = False
 ) -> tuple[list[Path], list[str]]:
-    """Write a pipeline for the Parquet files of a glob or URL into `folder`; return its paths, and notes on columns.
+    """Write a pipeline for the Parquet files of a glob or URL into `folder`; return its paths, and remarks on columns.
 
     Raises:
         SettingsError: as `write_example`; or the files are missing, cannot be read or have no column `label`.
@@ -51,8 +51,8 @@ def write_history(
         from anabranch.commands.event_files.history_config import described_pipeline
     except ImportError as exc:
         raise SettingsError("--history needs pyarrow: pip install 'anabranch[arrow]'") from exc
-    contents, notes = described_pipeline(folder, pattern, label)
-    return write_files(folder, contents, force=force), notes
+    contents, remarks = described_pipeline(folder, pattern, label)
+    return write_files(folder, contents, force=force), remarks
 
 
 _NEXT = """\

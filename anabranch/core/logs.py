@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 class _PrintableFormatter(logging.Formatter):
     """Formats lines, which may name what state files hold; those after the first of a message are indented.
 
-    So a text that a message names can make no line that looks like another message.
+    So a text that a message names can make no line that passes for another message.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 logging's name

@@ -100,7 +100,7 @@ class FileHistory:
         """Return the time at which the topics begin, given that of their first records.
 
         Times are a little out of order in a topic. Of the events around its first record, and of those at the end of
-        the files, only one of both has all: the switch lies between them, and `DISORDER` away where files reach so far.
+        the files, only one of both has all: the switch is between them, and `DISORDER` away where files reach so far.
         """
         disorder_ms = int(DISORDER.total_seconds() * 1000)
         latest = self._open_files.latest_time(files, first_ms + 2 * disorder_ms)

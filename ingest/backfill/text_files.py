@@ -63,7 +63,7 @@ def other_than_lines(first: bytes, following: Callable[[], bytes | None]) -> str
     if what is not None:
         return f"it is {what}; write it as UTF-8, plain or compressed with gzip"
     if first.lstrip().startswith(b"["):
-        return "it begins with a list, and an event is an object on a line of its own; `jq -c '.[]'` writes them so"
+        return "it begins with a list, and an event is one object in a line; `jq -c '.[]'` writes them so"
     if first.lstrip().startswith(b"{") and _is_torn(first):
         second = following()
         if second is not None and not _is_object(second):

@@ -275,10 +275,10 @@ def _numbers(dtype: np.dtype[Any]) -> Leaf:
             limits = np.iinfo(dtype)
             if raw.dtype.kind == "f":
                 wide = pa.uint64() if dtype.kind == "u" else pa.int64()
-                cut = pc.CastOptions(
+                options = pc.CastOptions(
                     wide, allow_int_overflow=True, allow_float_truncate=True, allow_decimal_truncate=True
                 )
-                real, raw = raw.astype(np.float64), _filled(pc.cast(array, options=cut))
+                real, raw = raw.astype(np.float64), _filled(pc.cast(array, options=options))
                 good &= np.isclose(real, raw.astype(np.float64), rtol=1e-14, atol=0)  # it was whole and fitted
             good &= np.greater_equal(raw, int(limits.min)) & np.less_equal(raw, int(limits.max))
         with np.errstate(over="ignore", invalid="ignore"):  # also of signalling NaN

@@ -142,7 +142,7 @@ def test_a_name_of_kafka_python_says_what_has_its_meaning_here(name: str, mine: 
 
 
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])
-def test_a_mechanism_that_no_client_knows_is_refused_by_the_settings(client: str) -> None:
+def test_a_mechanism_that_no_client_has_is_refused_by_the_settings(client: str) -> None:
     with pytest.raises(ValidationError, match=r"none of PLAIN, .*; AWS_MSK_IAM is of Java's client alone"):
         settings(client, sasl__mechanism="AWS_MSK_IAM")
     with pytest.raises(ValidationError, match=r"sasl\.mechanisms is none of PLAIN"):

@@ -41,12 +41,12 @@ class _Columns:
     identity: tuple[str, str, str] | None = None
     left_out: dict[str, str] = field(default_factory=dict)
     """Columns that are no feature, and why."""
-    notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     """What else was decided that another reader of the files might not have."""
 
 
 def described_pipeline(folder: Path, pattern: str, label: str) -> tuple[dict[str, str], list[str]]:
-    """Return `pipeline.toml` and `my_model.py` for the files of a glob or URL, of which the first is read, and notes.
+    """Return `pipeline.toml` and `my_model.py` for the files of a glob or URL, of which the first is read, and remarks.
 
     Raises:
         SettingsError: no file matches, or the first cannot be read or has no usable column `label`.
@@ -64,7 +64,7 @@ def described_pipeline(folder: Path, pattern: str, label: str) -> tuple[dict[str
     outputs = described.pop("outputs")
     text = "\n".join(_lines(folder, absolute, mark, columns, label, described, outputs)) + "\n"
     left_out = [f'the column "{toml_comment(name)}" is left out: {why}' for name, why in columns.left_out.items()]
-    return {"pipeline.toml": text, "my_model.py": _MODEL}, left_out + columns.notes
+    return {"pipeline.toml": text, "my_model.py": _MODEL}, left_out + columns.remarks
 
 
 def _read(parquet: Any, mark: FileMark, label: str) -> tuple[_Columns, dict[str, Any]]:
@@ -85,7 +85,7 @@ def _read(parquet: Any, mark: FileMark, label: str) -> tuple[_Columns, dict[str,
     if not columns.numbers and not columns.words:
         why = "".join(f"; {toml_comment(name)}: {reason}" for name, reason in list(columns.left_out.items())[:_NAMED])
         raise SettingsError(f"{mark.name} has no column that can be a feature besides {label}{why}")
-    return columns, _label(parquet, mark, label, columns.notes)
+    return columns, _label(parquet, mark, label, columns.remarks)
 
 
 def _pandas_index(schema: Any) -> set[str]:
@@ -128,8 +128,8 @@ def _has_nulls(parquet: Any, name: str) -> bool:
     return any(batch.column(0).null_count for batch in parquet.iter_batches(columns=[name]))
 
 
-def _label(parquet: Any, mark: FileMark, label: str, notes: list[str]) -> dict[str, Any]:
-    """Return the keys of the label, from its values in the first file; adds to `notes` what was made of them."""
+def _label(parquet: Any, mark: FileMark, label: str, remarks: list[str]) -> dict[str, Any]:
+    """Return the keys of the label, from its values in the first file; adds to `remarks` what was made of them."""
     kind = parquet.schema_arrow.field(label).type
     plain = kind.value_type if types.is_dictionary(kind) else kind
     if types.is_boolean(plain):
@@ -142,9 +142,9 @@ def _label(parquet: Any, mark: FileMark, label: str, notes: list[str]) -> dict[s
     if not words and not whole:
         found = {value for value in values if value == value}
         if found and found <= {0, 1}:
-            notes.append(f"the label {label} has the values 0.0 and 1.0 alone: it has two classes")
+            remarks.append(f"the label {label} has the values 0.0 and 1.0 alone: it has two classes")
             return {"classes": 2, "outputs": 2}
-        notes.append(f"the label {label} has numbers such as {max(found, default=0.0)}: the model is a regression")
+        remarks.append(f"the label {label} has numbers such as {max(found, default=0.0)}: the model is a regression")
         return {"dtype": "float32", "outputs": 1}
     if words:
         described: dict[str, Any] = {"classes": sorted(values), "outputs": len(values)}

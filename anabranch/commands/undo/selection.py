@@ -81,12 +81,12 @@ def select(
     search = connected()
     window = _window(selection, known, search)
     matches = _within_times(selection)
-    wanted = [matches, *([_any_of(config, selection)] if selection.keys or selection.producers else [])]
-    edges = window.edges if len(wanted) == 1 else [(window.begins, window.ends)]
-    chosen = {name: [(begin, end - 1)] for name, (begin, end) in window.certain.items()} if len(wanted) == 1 else {}
+    matchers = [matches, *([_any_of(config, selection)] if selection.keys or selection.producers else [])]
+    edges = window.edges if len(matchers) == 1 else [(window.begins, window.ends)]
+    chosen = {name: [(begin, end - 1)] for name, (begin, end) in window.certain.items()} if len(matchers) == 1 else {}
     for begins, ends in edges:
         found = search.matching(
-            begins, ends, lambda each: np.logical_and.reduce([one(each) for one in wanted]), progress
+            begins, ends, lambda each: np.logical_and.reduce([one(each) for one in matchers]), progress
         )
         for name, offsets in found.items():
             chosen.setdefault(name, []).extend((each, each) for each in offsets)

@@ -196,10 +196,10 @@ def test_decimals_are_numbers(history: Path, capsys: pytest.CaptureFixture[str])
 def test_a_label_that_is_true_or_false_or_0_0_and_1_0_has_two_classes(
     history: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for label, note in (([True, False], ""), ([1.0, None], "0.0 and 1.0 alone"), ([0.0, 1.0], "0.0 and 1.0 alone")):
+    for label, remark in (([True, False], ""), ([1.0, None], "0.0 and 1.0 alone"), ([0.0, 1.0], "0.0 and 1.0 alone")):
         config, printed = init(history, "y", capsys, x=[1.0, 2.0], y=label)
         assert (config.pipeline.events.label.classes, config.pipeline.model.args["outputs"]) == (2, 2)
-        assert note in printed
+        assert remark in printed
     config, printed = init(history, "y", capsys, x=[1.0, 2.0], y=[0.0, 2.5])
     assert config.pipeline.events.label.classes is None
     assert "the label y has numbers such as 2.5: the model is a regression" in printed

@@ -612,7 +612,7 @@ def faults_of(tmp_path: Path, sections: dict[str, str]) -> list[Fault]:
     ],
 )
 def test_one_fault_is_one_sentence(tmp_path: Path, sections: dict[str, str], sentence: str) -> None:
-    """Neither the key that is missing in its place, nor the default that is taken for it, makes a second one."""
+    """Neither the key that is missing for it, nor the default that is taken for it, makes a second one."""
     (fault,) = faults_of(tmp_path, sections)
     assert sentence in fault.sentence
 
