@@ -243,7 +243,8 @@ def _encoder(path: str, config_folder: Path, *, frozen: bool, trim: bool) -> Tex
     pad_id = config.pad_token_id
     if pad_id is None:
         raise ModelError(f"{where}: {_CONFIG} has no pad_token_id; add the id that the tokenizer pads with")
-    return TextEncoder(model.requires_grad_(not frozen), int(pad_id), trim=trim)
+    # In training mode, which from_pretrained ends: modules stay in evaluation mode that a factory gives so.
+    return TextEncoder(model.requires_grad_(not frozen).train(), int(pad_id), trim=trim)
 
 
 def _read_config(where: str, folder: Path) -> dict[str, Any]:

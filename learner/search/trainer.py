@@ -77,6 +77,8 @@ class SearchingTrainer(Trainer):
         self._applied = ""
         """The last command of `search.json` whose values the model has taken."""
         self._is_behind: Callable[[], bool] = bool
+        self._begun = False
+        """Whether the pool has begun a step that is not taken yet: it is repeated without events that raise."""
         self._generators: GeneratorStates | None = None
         """After the newest step with challengers: if numpy's generator is as it was then, it need not be read again."""
 
@@ -131,13 +133,14 @@ class SearchingTrainer(Trainer):
         if self._networks is not None:
             self._networks.keep(self._pool.challengers)
         self._pool.paused = self._is_behind()
-        for challenger in self._pool.begin():
-            self._begin_lease(challenger)
-        if not self._pool.live:
-            return super().step_without_features(new, old, rows)
-        before = GeneratorStates(self.device, self._generators)
+        if not self._begun:
+            self._begun = True
+            for challenger in self._pool.begin():
+                self._begin_lease(challenger)
+        before = GeneratorStates(self.device, self._generators) if self._pool.live else None
         result = super().step_without_features(new, old, rows)
-        if not result.finite:
+        self._begun = False
+        if before is None or not result.finite:
             return result  # no model learns its events
         self._generators = after = GeneratorStates(self.device, before)
         better = []

@@ -267,6 +267,12 @@ def test_events_on_which_the_model_raises_are_named_as_without_a_search(make: Ma
         trainer.step(spoiled)
     assert list(raised.value.indices) == [3]
     assert not pool_of(trainer).outcomes
+    pool = pool_of(trainer)
+    begun = pool.step, [each.number for each in pool.live]
+    train(trainer, range(1))
+    assert (pool.step, [each.number for each in pool.live]) == begun, "the step is the same, without that event"
+    train(trainer, range(1, 2))
+    assert pool.step == begun[0] + 1
 
 
 def test_a_step_of_the_model_that_is_not_finite_teaches_no_challenger(make: Make) -> None:
