@@ -17,6 +17,8 @@ up to alpha (alpha spending, as in Foster and Stine 2008, "Alpha-investing"). Wi
 import math
 from collections.abc import Sequence
 
+from learner.evaluation.winsorizing import FEWEST, LIMIT
+
 ALPHA = 1e-3
 """The probability that any challenger is shown to be better where none is, of all from one change of the model's
 settings to the next."""
@@ -80,10 +82,14 @@ class ErrorLevel:
     def add(self, error: float) -> None:
         """Add the model's error of a step, after its differences were taken: the unit depends on earlier ones alone.
 
-        One that is not finite, as a user's score may be, is left out: the unit would never be a number again.
+        One that is not finite, as a user's score may be, is left out: the unit would never be a number again. One that
+        is far larger than those before, as of a label of 1e6, counts as ten times their size, or no later difference
+        would count for hundreds of steps.
         """
         if not math.isfinite(error):
             return
+        if self.seen >= FEWEST and self.size:
+            error = max(-LIMIT * self.size, min(LIMIT * self.size, error))
         self.seen += 1
         self.size += (abs(error) - self.size) / min(self.seen, _LEVEL_MEMORY)
         self.newest += (error - self.newest) / min(self.seen, _NEWEST)

@@ -91,3 +91,14 @@ def test_the_unit_of_a_difference_is_of_earlier_steps() -> None:
     for error in (math.nan, math.inf):
         level.add(error)
     assert level.difference(0.4, 0.2) == pytest.approx(0.05)
+
+
+def test_one_error_of_any_size_does_not_make_later_differences_small() -> None:
+    level = ErrorLevel()
+    for step in range(200):
+        level.add(1e30 if step == 100 else 1.0)
+    assert level.size < 1.1
+    assert level.difference(1.0, 0.5) > 0.2
+    for _ in range(100):
+        level.add(1e4)
+    assert level.size > 1e3, "what stays is the size of errors"
