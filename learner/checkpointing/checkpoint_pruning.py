@@ -3,8 +3,10 @@
 import contextlib
 from collections.abc import Sequence
 
+from anabranch.core.host_clock import HOST_CLOCK
 from learner.errors import CheckpointError
 from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.manifest_directory import last_of_hours
 
 _PARTS_WITH_ROWS = ("replay", "labels")
 """Keys of the state of parts whose rows may be in a tier, named by `file`."""
@@ -57,15 +59,13 @@ class CheckpointPruning:
 
     def _hourly(self, numbers: Sequence[int]) -> set[int]:
         """Return the last complete checkpoint of each of the newest hours; `numbers` are by age."""
-        last, before, hours = dict[int, int](), self._hours, self._keep_hourly
+        before, hours = self._hours, self._keep_hourly
         self._hours = {}
         for number in numbers if hours else ():
             with contextlib.suppress(CheckpointError):  # nothing can return to it
-                hour = before[number] if number in before else self._hour_of(number)
-                self._hours[number] = hour
-                if hour is not None:
-                    last[hour] = number
-        return {last[hour] for hour in sorted(last)[-hours:]} if hours else set()
+                self._hours[number] = before[number] if number in before else self._hour_of(number)
+        known = {number: hour for number, hour in self._hours.items() if hour is not None}
+        return last_of_hours(known, hours, HOST_CLOCK.now())
 
     def _hour_of(self, number: int) -> int | None:
         """Return the hour since 1970 in which a checkpoint was written; None where a tier alone has its rows."""

@@ -3,10 +3,12 @@
 import contextlib
 import logging
 
+from anabranch.core.host_clock import HOST_CLOCK
 from learner.config import VersionsSettings
 from learner.errors import VersionError
 from learner.object_storage.fleet import FleetWatch
 from learner.publishing.gatekeeper import QualityGate
+from learner.state_dir.manifest_directory import last_of_hours
 from learner.state_dir.version import Versions
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,7 @@ class VersionPruning:
         for number in numbers:
             with contextlib.suppress(VersionError):  # it cannot be served
                 self._hours[number] = hours.get(number) or int(self._versions.manifest(number).time // 3600)
-        last = {hour: number for number, hour in self._hours.items()}
-        return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
+        return last_of_hours(self._hours, self._settings.keep_hourly, HOST_CLOCK.now())
 
 
 def numbers_in_state(versions: Versions) -> tuple[int | None, ...]:

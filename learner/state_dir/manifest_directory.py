@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -152,6 +153,17 @@ class ManifestDirectory(Generic[_M]):
             except FileNotFoundError as exc:
                 raise self._error(f"{self._kind} {number}: {path} does not exist") from exc
             return decoded(content, kind)
+
+
+def last_of_hours(hours: Mapping[int, int], keep: int, now: float) -> set[int]:
+    """Return the last folder of each of the newest hours; `hours` has that of each, in the order of their making.
+
+    Those of an hour to come, of a clock that was ahead, hold no place; `now` is in seconds. If all are, `now` is what
+    is wrong, and each counts.
+    """
+    last = {hour: number for number, hour in hours.items()}
+    past = [hour for hour in sorted(last) if hour <= now // 3600] or sorted(last)
+    return {last[hour] for hour in past[max(0, len(past) - keep) :]} if keep else set()
 
 
 def other_base(actual: str | None, expected: str | None) -> str | None:
