@@ -302,7 +302,7 @@ def ended(outcomes: list[Outcome], *, partition: int = 0, trained: int = 0) -> D
         "time_ms": np.arange(1, n + 1),
     }
     final, yes = np.array(outcomes, np.uint8), np.ones(n, np.bool_)
-    return Decided(Span(columns, mask, {}, {}, {}, {}), final, yes, np.zeros((n, 3), np.float32), final, yes)
+    return Decided(Span(columns, mask, {}, {}, {}, {}), final, yes, np.zeros((n, 3), np.float32), final, yes, ~yes)
 
 
 def test_events_that_waited_end_once_in_an_account_of_their_own(schema: Schema) -> None:
