@@ -24,6 +24,7 @@ from learner.checkpointing.checkpoint_copy import REBUILD
 from learner.errors import StoppedEarlyError, VersionError
 from learner.evaluation.event_time import EventTimePredictor
 from learner.object_storage.erasure_upload import fetch_erasures
+from learner.object_storage.secret import fetch_secret
 from learner.rebuilding.distance import Distance, distance, have_same_shapes
 from learner.rebuilding.errors import RebuildError
 from learner.rebuilding.requirements import changes_since, check_settings
@@ -98,6 +99,7 @@ def rebuild_version(
         if deployment.storage is not None and deployment.storage.mode == "only":
             with state_errors(f"the erasures of {deployment.storage.url} cannot be written to {scratch}"):
                 fetch_erasures(deployment.storage.bucket, scratch)  # this host may have no log, or an older one
+            fetch_secret(deployment.storage.bucket, scratch)
         _check_beginning(deployment, manifest, start)
         rebuilder = Rebuilder(in_scratch(deployment, scratch), manifest, stop, stack)
         with _gaps_as_errors(manifest, start):
