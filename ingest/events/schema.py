@@ -90,7 +90,10 @@ class Feature:
 
     def within(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return numbers, those outside `min` and `max` as the nearest of these."""
-        return np.clip(values, -np.inf if self.min is None else self.min, np.inf if self.max is None else self.max)
+        clipped: NDArray[Any] = np.clip(
+            values, -np.inf if self.min is None else self.min, np.inf if self.max is None else self.max
+        )
+        return clipped
 
     def outside(self, column: NDArray[np.generic]) -> NDArray[np.bool_] | None:
         """Return which of N events have a value below `min` or above `max`, bool `[N]`; None: there are none.
@@ -219,7 +222,7 @@ class Schema:
         numbers, which decide which events are accepted, and of a learned vocabulary all but its size: they change no
         column. A tokenizer counts by its contents.
         """
-        bounds = {"features": {"__all__": {"min", "max"}}, "label": {"min", "max"}, "weight": {"max"}}
+        bounds: Any = {"features": {"__all__": {"min", "max"}}, "label": {"min", "max"}, "weight": {"max"}}
         settings = self.settings.model_dump(mode="json", exclude_defaults=True, exclude=bounds)
         for name, identity in self.encoders.items():
             settings["features"][name]["encode"] = identity
