@@ -306,13 +306,14 @@ def check_rows(model: nn.Module, task: Task, schema: Schema, device: torch.devic
             task.check(output, schema.label, 1)
         except ModelError as exc:
             raise ModelError(f"{exc}; squeeze() without a dimension removes that of a single event too") from exc
-        features = varied(model, schema, device)
-        together = forward(model, features)
-        if not _same(together, forward(model, features), _ROUNDING):
-            return  # it uses random numbers
+        features, together = varied(model, schema, device)
         alone = torch.cat([forward(model, _row(features, row)) for row in range(_CHECK_ROWS)])
     exact = alone.is_cpu and alone.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
-    if not _same(together, alone, _ROUNDING_OF_ROWS if exact else _COARSE_ROUNDING):
+    if _same(together, alone, _ROUNDING_OF_ROWS if exact else _COARSE_ROUNDING):
+        return
+    with torch.no_grad():
+        uses_random_numbers = not _same(together, forward(model, features), _ROUNDING)
+    if not uses_random_numbers:
         largest = (together.double() - alone.double()).abs().max().item()
         raise ModelError(
             "model.factory: an event's output depends on the other events of its batch: alone and among "
@@ -334,8 +335,8 @@ def _same(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return torch.allclose(one.double(), other.double(), rtol=0.0, atol=tolerance * largest + 1e-7, equal_nan=True)
 
 
-def varied(model: nn.Module, schema: Schema, device: torch.device) -> dict[str, Tensor]:
-    """Return features of a few events that differ, where the model takes them; it is in evaluation mode."""
+def varied(model: nn.Module, schema: Schema, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    """Return features of a few events that differ, where the model takes them, and its output in evaluation mode."""
     features = made_up_features(schema, device)
     integers = {
         feature.name: torch.from_numpy(values).to(device)
@@ -345,13 +346,13 @@ def varied(model: nn.Module, schema: Schema, device: torch.device) -> dict[str, 
     for candidate in ({**features, **integers}, features):
         try:
             with torch.no_grad():
-                forward(model, candidate)
+                return candidate, forward(model, candidate)
         except Exception as exc:
             if out_of_memory(exc) or device_lost(exc):
                 raise
-        else:
-            return candidate
-    return sample(schema, _CHECK_ROWS, device)
+    features = sample(schema, _CHECK_ROWS, device)
+    with torch.no_grad():
+        return features, forward(model, features)
 
 
 def made_up_features(schema: Schema, device: torch.device) -> dict[str, Tensor]:
@@ -389,15 +390,20 @@ def check_copies(model: nn.Module, schema: Schema, device: torch.device) -> None
     before = {name: value.clone() for name, value in trained_state(model).items()}
     learned = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad}
     other = {name: value * 1.1 + 0.01 if name in learned else value for name, value in before.items()}
+
+    def output(module: nn.Module) -> Tensor:
+        """Return the output with the other weights, and the same random numbers."""
+        load_trained(model, before)
+        load_trained(module.eval(), other)
+        torch.clear_autocast_cache()  # it has the weights of before
+        generators.restore()
+        with torch.no_grad():
+            return forward(module, features)
+
     try:
-        features, outputs = varied(model.eval(), schema, device), list[Tensor]()
-        for module in (model, model, copied):
-            load_trained(model, before)
-            load_trained(module.eval(), other)
-            torch.clear_autocast_cache()  # it has the weights of before
-            generators.restore()
-            with torch.no_grad():
-                outputs.append(forward(module, features))
+        features, _ = varied(model.eval(), schema, device)
+        expected, found = output(model), output(copied)
+        depends = not _same(expected, found, _ROUNDING) and _same(expected, output(model), _ROUNDING)
     except Exception as exc:  # the user's own code may raise anything
         if out_of_memory(exc) or device_lost(exc):
             raise
@@ -407,8 +413,7 @@ def check_copies(model: nn.Module, schema: Schema, device: torch.device) -> None
         _restore(model, before)
         torch.clear_autocast_cache()
         generators.restore()
-    expected, again, found = outputs
-    if _same(expected, again, _ROUNDING) and not _same(expected, found, _ROUNDING):
+    if depends:
         raise ModelError(
             "model.factory: a copy of the model computes with weights of the original, so that versions would not be "
             "scored by their own: an attribute is a function that keeps a module or a tensor of the model, such as "
