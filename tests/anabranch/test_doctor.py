@@ -12,6 +12,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import socket
 import ssl
@@ -643,7 +644,7 @@ class TestModel:
     def test_a_folder_that_cannot_be_written(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(accelerator_checks.os, "access", lambda path, _mode: path != tmp_path)
         folder = str(tmp_path / "compiled")
-        (finding,) = check_compiler("cpu", {"CXX": sys.executable, "TORCHINDUCTOR_CACHE_DIR": folder})
+        (finding,) = check_compiler("cpu", {"CXX": shlex.quote(sys.executable), "TORCHINDUCTOR_CACHE_DIR": folder})
         assert finding.message == f"learner.compile loads what it compiles from {folder}, which cannot be written."
 
     def test_triton_has_its_own_folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -651,10 +652,10 @@ class TestModel:
         monkeypatch.setattr(
             accelerator_checks.os, "statvfs", lambda path: SimpleNamespace(f_flag=flags.get(str(path), 0))
         )
-        environment = {"CC": sys.executable, "TRITON_CACHE_DIR": str(tmp_path)}
+        environment = {"CC": shlex.quote(sys.executable), "TRITON_CACHE_DIR": str(tmp_path)}
         (finding,) = check_compiler("cuda", environment)
         assert (finding.kind, finding.key) == ("compile.folder", "TRITON_CACHE_DIR")
-        assert [finding.kind for finding in check_compiler("cpu", {**environment, "CXX": sys.executable})] == [""]
+        assert [finding.kind for finding in check_compiler("cpu", {**environment, "CXX": shlex.quote(sys.executable)})] == [""]
 
     @pytest.fixture
     def small_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
