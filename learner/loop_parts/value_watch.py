@@ -1,6 +1,6 @@
 """Values that a model gets as they are, or has to predict, and that are far from all others: floats and their labels.
 
-Nothing learns from them but weights, in one step of a bounded gradient. A person is told where they came from.
+Nothing learns from them but weights, in one step of a bounded gradient. Their offsets are logged.
 
 Legend: B events, F columns.
 """

@@ -1,4 +1,4 @@
-"""Bounds what single events add to sums that a strategy keeps for good.
+"""Bounds what single events add to sums that a strategy keeps permanently.
 
 An event whose embedding, or gradient, is a million times as long as the others would decide a class mean, a covariance
 or an importance alone. Its vector is shortened to 16 times the usual length, which is a median that follows the stream

@@ -1,4 +1,4 @@
-"""Single events of extreme values amid good ones: what a learner knows of the others is as if they had not come.
+"""Single events of extreme values among good ones: what a learner predicts for the others is as if they had not come.
 
 A kind is one way to spoil a good event. A variant is a pipeline that learns the same stream in another way. Each of
 them reads a stream twice, with one event of each kind and without, and ends with a version: both have to be right of
@@ -139,7 +139,7 @@ VARIANTS = (
 class Kind:
     """One way to spoil an event: its `fields` replace those of a good one.
 
-    `named`: whether a person has to be told of it; `dead`: it becomes a dead letter. `when` is its record time.
+    `named`: whether its offset has to be reported; `dead`: it becomes a dead letter. `when` is its record time.
     """
 
     name: str
@@ -283,7 +283,7 @@ class Learned:
 
     Attributes:
         right: the part of new events whose label the last version predicts.
-        unnamed: kinds of which nobody is told, although they have to be.
+        unnamed: kinds whose offset is not reported, although it has to be.
         alive: kinds of which no dead letter was written, although there has to be one.
         restarts: of the learner and its ingest process.
         unfinished: messages without an outcome.

@@ -1,4 +1,4 @@
-"""A learner is told of each outlier, and knows as much of the other events as without them."""
+"""A learner reports each outlier, and predicts the other events as well as without them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A person is told which event was far from all others."""
+"""The event that was far from all others is named."""
 
 import logging
 
