@@ -24,7 +24,7 @@ from ingest.kafka.client import Messages
 from ingest.kafka.fake import FakeClient, FakePartition
 from ingest.kafka.registry import CLIENTS
 from ingest.search.stream_search import StreamSearch
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
+from learner.state_dir.checkpoint import FORMAT, Checkpoint, Checkpoints
 from learner.state_dir.report import LearnerReport, PartitionReport, write_report
 from learner.state_dir.undo_file import NAME, read_undo
 from learner.state_dir.version import RegistryState, Versions
@@ -197,8 +197,8 @@ def test_an_undo_counts_those_before_to_which_no_learner_has_returned_yet(config
 
 def test_a_checkpoint_of_another_release_is_named(config: Config) -> None:
     manifest = config.state_dir / "checkpoints" / "2" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 12', '"format": 11'))
-    with pytest.raises(SettingsError, match=r"checkpoint 2 .* is of format 11, and this release reads 12"):
+    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 11'))
+    with pytest.raises(SettingsError, match=rf"checkpoint 2 .* is of format 11, and this release reads {FORMAT}"):
         plan(config, offsets=["payments[0]@300..310"])
 
 

@@ -43,8 +43,8 @@ def run(schema: Schema, path: Path, *tasks: Callable[[], object]) -> tuple[Learn
         return copy(columns)
 
     bench.trainer.step, bench.loop._source.prefetch._copy = stepped, copied  # type: ignore[method-assign]
-    if bench.loop._source.copied == copy:
-        bench.loop._source.copied = copied
+    if bench.loop._step.copied == copy:
+        bench.loop._step.copied = copied
     bench.run(*(lambda task=task: task(bench) for task in tasks))  # type: ignore[misc]
     return bench, order
 
