@@ -19,7 +19,7 @@ from ingest.schema_registry.cache import writer_schemas
 from ingest.transport.protocol import Begin, Failed, receive_in_ingest, send
 from ingest.transport.shared_ring import SharedRing
 from ingest.worker.block_builder import BlockBuilder
-from ingest.worker.decoding_guard import DecodingGuard
+from ingest.worker.decoding_limits import DecodingLimits
 from ingest.worker.worker import IngestWorker, StoppedError
 
 
@@ -72,7 +72,7 @@ def _read(connection: Connection, begin: Begin, stream: StreamSettings, schema: 
                 connection,
                 schemas=schemas,
                 history=history,
-                guard=DecodingGuard(ring.mark, begin.suspects, begin.refused, has_limit=True),
+                limits=DecodingLimits(ring.mark, begin.suspects, begin.refused, has_limit=True),
                 read_only=begin.read_only,
                 traced=begin.traced,
             )

@@ -98,7 +98,7 @@ class Feature:
     def outside(self, column: NDArray[np.generic]) -> NDArray[np.bool_] | None:
         """Return which of N events have a value below `min` or above `max`, bool `[N]`; None: there are none.
 
-        `column` is `[N, *shape]`. Times have bounds of their own, without these.
+        `column` is `[N, *shape]`. Times have separate bounds, without these.
         """
         if self.is_time and self.min is None and self.max is None:
             return no_times(column)
@@ -127,7 +127,7 @@ def outside(column: NDArray[np.generic], lowest: float | None, highest: float | 
 TIMES = "a time in seconds since 1970; it seems to be in milliseconds, or smaller units"
 """What a time has to be, in words."""
 _MOST_SECONDS = 1e11
-"""The year 5138 in seconds since 1970, and March 1973 in milliseconds: no time of an event lies beyond both."""
+"""The year 5138 in seconds since 1970, and March 1973 in milliseconds: no time of an event is beyond both."""
 
 
 def no_times(column: NDArray[np.generic]) -> NDArray[np.bool_] | None:

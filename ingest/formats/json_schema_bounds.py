@@ -14,9 +14,9 @@ _MOST_NODES = 20_000
 """Subschemas, each counted where it is referred to; as many as an Avro schema may have types."""
 _MOST_DEPTH = 64
 _LONGEST_REFERENCE = 100
-_IN_PLACE = ("not", "if", "then", "else")
-_IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf")
-_IN_PLACE_MAPS = ("dependentSchemas", "dependencies")
+_APPLIED_HERE = ("not", "if", "then", "else")
+_APPLIED_HERE_LISTS = ("allOf", "anyOf", "oneOf")
+_APPLIED_HERE_MAPS = ("dependentSchemas", "dependencies")
 _EACH = (
     "additionalItems",
     "additionalProperties",
@@ -87,7 +87,7 @@ class _Counter:
         for name in _DYNAMIC:
             if name in schema:
                 raise UnfitSchemaError(f"its JSON Schema has {name}, by which it may be recursive")
-        here = list(map(self.bounds, _in_place(schema)))
+        here = list(map(self.bounds, _applied_here(schema)))
         if "$ref" in schema:
             here.append(self.bounds(self._resolved(schema["$ref"], schema)))
         each = [self.bounds(schema[name]) for name in _EACH if isinstance(schema.get(name), dict | bool)]
@@ -153,20 +153,20 @@ class _Counter:
         return found
 
 
-def _in_place(schema: dict[str, Any]) -> Iterator[Any]:
+def _applied_here(schema: dict[str, Any]) -> Iterator[Any]:
     """Yield the subschemas that apply to the same value."""
-    for name in _IN_PLACE:
+    for name in _APPLIED_HERE:
         if name in schema:
             yield schema[name]
-    for name in _IN_PLACE_LISTS:
+    for name in _APPLIED_HERE_LISTS:
         yield from _values(schema.get(name), True)
-    for name in _IN_PLACE_MAPS:
+    for name in _APPLIED_HERE_MAPS:
         yield from (each for each in _values(schema.get(name)) if not isinstance(each, list))
 
 
 def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
     """Yield all subschemas that are written within one."""
-    yield from _in_place(schema)
+    yield from _applied_here(schema)
     yield from (schema[name] for name in _EACH if name in schema)
     for name in ("patternProperties", "properties", *_DEFINITIONS):
         yield from _values(schema.get(name))

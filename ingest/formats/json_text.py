@@ -13,7 +13,7 @@ _TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|NaN|Infinity', re.DOTALL)
 
 
 def decoded(decode: Callable[[bytes], _T], text: bytes | memoryview | msgspec.Raw) -> _T:
-    """Decode JSON; a text that is none since it has NaN is decoded with null in its place.
+    """Decode JSON; a text that is none since it has NaN is decoded with null instead.
 
     Raises:
         msgspec.DecodeError: as `decode` does; the sentence names NaN or Infinity where it has one.

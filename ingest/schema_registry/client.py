@@ -184,7 +184,7 @@ class RegistryClient:
                 raise RegistryCertificateError(sentence) from exc
             why = "" if isinstance(exc, httpx.LocalProtocolError) else str(exc)  # its text may have a secret
             raise RegistryError(f"{self._named} cannot be reached: {why or type(exc).__name__}") from exc
-        if self._deadline.expired:  # the end of its connection may have looked like that of the answer
+        if self._deadline.expired:  # the end of its connection may have seemed to be that of the answer
             raise self._unanswered()
         if status in (401, 403):
             sent = "credentials" if self._settings.user or self._settings.token else "a request without credentials"

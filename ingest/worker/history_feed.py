@@ -13,7 +13,7 @@ from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.kafka.client import Client, Messages
 from ingest.worker.block_builder import Assembled, BlockBuilder, OfFiles
-from ingest.worker.decoding_guard import DecodingGuard
+from ingest.worker.decoding_limits import DecodingLimits
 from ingest.worker.partition_table import PartitionTable
 from ingest.worker.retention_watch import RetentionWatch, watch_of
 from ingest.worker.topic_switch import topics_begin
@@ -55,7 +55,7 @@ class HistoryFeed:
         send: Callable[[Assembled, Cover], None],
         report: Callable[[], None],
         run: Run,
-        guard: DecodingGuard,
+        limits: DecodingLimits,
     ) -> None:
         """`send` writes rows into blocks, once their dead letters are written; `report` is called at the switch."""
         self._history = history
@@ -66,7 +66,7 @@ class HistoryFeed:
         self._send = send
         self._report = report
         self._run = run
-        self._guard = guard
+        self._limits = limits
         self._first = False
         self._switch: Switch | None = None
         self._planned = history is None
@@ -166,7 +166,7 @@ class HistoryFeed:
         first = min(self.indexes, default=None)
         if first is None:
             return history.poll(_WAIT)
-        with self._guard.reading_files(first, history.progress.rows_done):
+        with self._limits.reading_files(first, history.progress.rows_done):
             return history.poll(_WAIT)
 
     def _switch_if_done(self, history: HistorySource) -> None:

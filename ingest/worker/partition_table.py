@@ -36,7 +36,7 @@ class PartitionTable:
         self.paused: set[int] = set()
         """The indexes of the partitions whose next message cannot be decoded yet; they are not fetched."""
         self.held: frozenset[int] = frozenset()
-        """The indexes of the partitions that the learner does not want to have now; they are not fetched."""
+        """The indexes of the partitions that the learner does not read now; they are not fetched."""
 
     def restore(
         self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[PartitionFingerprint]

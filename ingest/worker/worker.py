@@ -40,7 +40,7 @@ from ingest.transport.protocol import (
 from ingest.transport.shared_ring import SharedRing
 from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming
 from ingest.worker.dead_letter_sender import FIRST_BACKOFF, LONGEST_BACKOFF, DeadLetterSender
-from ingest.worker.decoding_guard import DecodingGuard
+from ingest.worker.decoding_limits import DecodingLimits
 from ingest.worker.event_contexts import contexts_of, of_block
 from ingest.worker.history_feed import Cover, HistoryFeed
 from ingest.worker.lag_reporter import LAG_SECONDS, LagReporter
@@ -77,17 +77,17 @@ class IngestWorker:
         *,
         schemas: WriterSchemas | None = None,
         history: HistorySource | None = None,
-        guard: DecodingGuard | None = None,
+        limits: DecodingLimits | None = None,
         read_only: bool = False,
         traced: bool = False,
     ) -> None:
         """Take `schemas`, which finds the writer schemas of messages, where the stream has a registry.
 
-        `history` is read before the partitions of the topics. `guard` knows the messages that earlier processes died
+        `history` is read before the partitions of the topics. `limits` has the messages that earlier processes died
         of. With `read_only`, no dead letters are sent and no positions are committed. `traced`: blocks have the trace
         contexts of messages.
         """
-        self._guard = guard or DecodingGuard(ring.mark)
+        self._limits = limits or DecodingLimits(ring.mark)
         self._traced = traced
         self._stream = stream
         self._client = client
@@ -111,7 +111,7 @@ class IngestWorker:
             self._send_history,
             self._reporter.make_due,
             self._run_with_reports,
-            self._guard,
+            self._limits,
         )
         self._read_only = read_only
         self._letters = DeadLetterSender(client, stream.dead_letter_topic, self._reporter, self._back_off)
@@ -197,7 +197,7 @@ class IngestWorker:
     def _process(self, fetched: Sequence[Messages]) -> None:
         """Make blocks of one portion after another; stop when the learner asks to skip the rest."""
         for portion in _portions(fetched):
-            for part in self._guard.split(portion, self._table.index):
+            for part in self._limits.split(portion, self._table.index):
                 self._receive(wait=False)
                 if self._is_skipping:
                     return
@@ -209,12 +209,12 @@ class IngestWorker:
         indexes = [self._table.index[messages.partition] for messages in portion]
         incoming = [
             Incoming(
-                self._guard.refusing(each, index), index, self._table.positions[index], self._history.of_files(each)
+                self._limits.refusing(each, index), index, self._table.positions[index], self._history.of_files(each)
             )
             for each, index in zip(portion, indexes, strict=True)
             if index not in self._table.paused
         ]
-        with self._guard.decoding([(each.messages, each.partition) for each in incoming]):
+        with self._limits.decoding([(each.messages, each.partition) for each in incoming]):
             assembled = self._assembler.assemble(incoming)
         if assembled.fault is not None:
             self._reporter.set_fault(assembled.fault)

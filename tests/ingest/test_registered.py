@@ -207,7 +207,7 @@ class TestRenamedFields:
             values.append(number.to_bytes(5) + content.getvalue())
         return values
 
-    def test_are_read_from_old_messages_and_no_default_takes_their_place(self, registry, make, decoder):
+    def test_are_read_from_old_messages_and_no_default_replaces_them(self, registry, make, decoder):
         decoded = make().decode(self.messages(registry, amount="amt", count="n", fraud="is_fraud"))
         assert list(decoded.rejects) == []
         assert [read(decoded, row) for row in range(2)] == [READ | {"amount": 100.0}, READ | {"amount": 200.0}]

@@ -11,7 +11,7 @@ from ingest.__main__ import main
 from ingest.backfill.row_decoder import RowDecoder
 from ingest.formats.base import Decoded
 from ingest.formats.json import JsonFormat
-from ingest.worker import decoding_guard
+from ingest.worker import decoding_limits
 
 CRASH, ENDLESS = b'{"x": "crash"}', b'{"x": "endless"}'
 FATAL_ROW = 777
@@ -36,5 +36,5 @@ def _decode_rows(self: RowDecoder, table: Any) -> Decoded:
 if __name__ == "__main__":
     JsonFormat.decode = _decode  # type: ignore[method-assign]
     RowDecoder.decode = _decode_rows  # type: ignore[method-assign]
-    decoding_guard._TOGETHER_SECONDS = decoding_guard._ALONE_SECONDS = 0.3
+    decoding_limits._TOGETHER_SECONDS = decoding_limits._ALONE_SECONDS = 0.3
     sys.exit(main())

@@ -39,9 +39,9 @@ def renamed(record: AvroType, aliases: Iterable[tuple[str, str]], declared: Iter
     for alias, name in aliases:
         others.setdefault(name, {name}).add(alias)
     fields = list(record.fields)
-    for wanted in names - set(fields):
-        same = {each for known in others.values() if wanted in known for each in known} - names
+    for declared_name in names - set(fields):
+        same = {each for known in others.values() if declared_name in known for each in known} - names
         found = [index for index, field in enumerate(fields) if field in same]
         if len(found) == 1:
-            fields[found[0]] = wanted
+            fields[found[0]] = declared_name
     return replace(record, fields=tuple(fields))

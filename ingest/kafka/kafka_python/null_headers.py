@@ -22,7 +22,7 @@ def sendable(headers: Sequence[tuple[str, bytes | None]]) -> list[tuple[str, byt
 def _append_with_null(
     builder: Any, offset: int, timestamp: int, key: Any, value: Any, headers: Any, **options: Any
 ) -> Any:
-    # The builder writes None as null: only `send` and the batch around the builder have no place for it.
+    # The builder writes None as null: only `send` and the batch around the builder have no argument for it.
     headers = [(name, None if content is _NULL else content) for name, content in headers]
     return _append(builder, offset, timestamp, key, value, headers, **options)
 

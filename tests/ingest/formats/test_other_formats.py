@@ -73,7 +73,7 @@ def test_binary_formats_know_them_too(form: str, value: bytes, what: str) -> Non
     assert FORMATS[form](SCHEMA).decode([value]).rejects[0].reason.startswith(what)
 
 
-def test_a_format_of_a_registry_knows_json(registry: Registry) -> None:
+def test_a_format_of_a_registry_reads_json(registry: Registry) -> None:
     stream = StreamSettings.model_validate({"topics": ["t"], "format": "avro", "registry": {"url": registry.url}})
     schemas = writer_schemas(stream.resolved("test"))
     assert schemas is not None

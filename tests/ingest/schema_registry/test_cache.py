@@ -352,7 +352,7 @@ class TestIdsThatNoRegistryHas:
         monkeypatch.setattr("ingest.schema_registry.cache._MOST_IN_A_ROW", 20)
 
     def decided(self, schemas: WriterSchemas, ids: range) -> dict[object, str]:
-        """Look ids up until each is decided, and return the reasons."""
+        """Request ids until each is decided, and return the reasons."""
         reasons: dict[object, str] = {}
         left: list[int] = list(ids)
         while left:

@@ -18,7 +18,7 @@ _BYTES_A_SECOND = 1_000_000
 """Messages get a second more for each of so many bytes."""
 
 
-class DecodingGuard:
+class DecodingLimits:
     """Marks what is decoded, bounds its CPU time, and decodes those alone that a process died of.
 
     Past the bound the process ends by SIGPROF: nothing else interrupts a library that does not return.

@@ -9,7 +9,7 @@ from ingest.errors import HistoryAwayError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Messages
 from ingest.transport.decoding_mark import MARK_BYTES, DecodingMark, OffsetRange
-from ingest.worker.decoding_guard import REFUSED, DecodingGuard
+from ingest.worker.decoding_limits import REFUSED, DecodingLimits
 
 A, B = TopicPartition("events", 0), TopicPartition("events", 1)
 INDEX = {A: 0, B: 1}
@@ -24,8 +24,8 @@ def messages(partition: TopicPartition, *offsets: int) -> Messages:
     return Messages(partition, list(offsets), [0] * n, [None] * n, [b"x"] * n, [()] * n, offsets[-1] + 5)
 
 
-def split(guard: DecodingGuard, *portion: Messages) -> list[list[int]]:
-    return [[offset for each in part for offset in each.offsets] for part in guard.split(portion, INDEX)]
+def split(limits: DecodingLimits, *portion: Messages) -> list[list[int]]:
+    return [[offset for each in part for offset in each.offsets] for part in limits.split(portion, INDEX)]
 
 
 @pytest.mark.parametrize(
@@ -38,42 +38,42 @@ def split(guard: DecodingGuard, *portion: Messages) -> list[list[int]]:
     ],
 )
 def test_suspects_are_decoded_alone_in_the_order_of_the_offsets(suspects, parts):
-    assert split(DecodingGuard(mark(), suspects), messages(A, 1, 3, 4, 9), messages(B, 7, 8)) == parts
+    assert split(DecodingLimits(mark(), suspects), messages(A, 1, 3, 4, 9), messages(B, 7, 8)) == parts
 
 
 def test_the_end_after_the_last_message_stays_with_it():
-    parts = list(DecodingGuard(mark(), [OffsetRange(0, 3, 5)]).split([messages(A, 1, 3, 4)], INDEX))
+    parts = list(DecodingLimits(mark(), [OffsetRange(0, 3, 5)]).split([messages(A, 1, 3, 4)], INDEX))
     assert [part[0].end for part in parts] == [3, 4, 9]
 
 
 def test_refused_offsets_have_a_fault_and_keep_what_they_hold():
-    guard = DecodingGuard(mark(), (), [(1, 8)])
-    assert not guard.refusing(messages(A, 7, 8), 0).faults
-    refused = guard.refusing(messages(B, 7, 8), 1)
+    limits = DecodingLimits(mark(), (), [(1, 8)])
+    assert not limits.refusing(messages(A, 7, 8), 0).faults
+    refused = limits.refusing(messages(B, 7, 8), 1)
     assert (refused.faults, refused.values) == ({1: REFUSED}, [b"x", b"x"])
 
 
 def test_what_is_decoded_is_marked_and_stays_marked_after_an_exception():
     shared = mark()
-    guard = DecodingGuard(shared)
-    with guard.decoding([(messages(A, 3, 4), 0), (messages(B, 7), 1)]):
+    limits = DecodingLimits(shared)
+    with limits.decoding([(messages(A, 3, 4), 0), (messages(B, 7), 1)]):
         assert shared.read() == [(0, 3, 5), (1, 7, 8)]
     assert shared.read() == []
-    with pytest.raises(MemoryError), guard.decoding([(messages(B, 7), 1)]):
+    with pytest.raises(MemoryError), limits.decoding([(messages(B, 7), 1)]):
         raise MemoryError
     assert shared.read() == [(1, 7, 8)]
 
 
 def test_the_limit_of_cpu_time_ends_with_the_block():
-    with DecodingGuard(mark(), has_limit=True).decoding([(messages(A, 3), 0)]):
+    with DecodingLimits(mark(), has_limit=True).decoding([(messages(A, 3), 0)]):
         assert 0 < signal.getitimer(signal.ITIMER_PROF)[0] <= 6
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 def test_an_error_that_is_handled_clears_the_mark():
     shared = mark()
-    with DecodingGuard(shared).reading_files(0, 7):
+    with DecodingLimits(shared).reading_files(0, 7):
         assert shared.read() == [(0, 7, 7)]
-    with pytest.raises(HistoryAwayError), DecodingGuard(shared).reading_files(0, 7):
+    with pytest.raises(HistoryAwayError), DecodingLimits(shared).reading_files(0, 7):
         raise HistoryAwayError
     assert shared.read() == []
