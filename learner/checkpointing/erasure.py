@@ -233,7 +233,7 @@ class Erasure:
         holdout = self._holdout.erase(erased, self._bases)
         self._background.count(store, holdout)
         self.erased += store + holdout + late
-        self._erase_learned(erased)
+        self._erase_features(erased)
         log.info(
             "erasing %d events of the store, %d of the holdout set and %d that wait for labels (record %d)",
             *(store, holdout, late, through),
@@ -242,9 +242,9 @@ class Erasure:
     def restored(self, through: int) -> None:
         """Erase from restored weights what the records after `through` erase; their checkpoint is of before them."""
         if through < self._log.count:
-            self._erase_learned(self._log.erased)
+            self._erase_features(self._log.erased)
 
-    def _erase_learned(self, erased: ErasedEvents) -> None:
+    def _erase_features(self, erased: ErasedEvents) -> None:
         if self._learns is not None and len(erased.keys):
             self._learns.erase_features(erased.keys, self._seed(self._log.count))
 

@@ -417,7 +417,7 @@ def check_copies(model: nn.Module, schema: Schema, device: torch.device) -> None
         raise ModelError(
             "model.factory: a copy of the model computes with weights of the original, so that versions would not be "
             "scored by their own: an attribute is a function that keeps a module or a tensor of the model, such as "
-            "model.forward = lambda ...; define a method of a class in its place"
+            "model.forward = lambda ...; define a method of a class instead"
         )
 
 

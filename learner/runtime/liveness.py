@@ -1,4 +1,4 @@
-"""Answers `/livez` in a process of its own, and passes on all other connections to the learner.
+"""Answers `/livez` in a separate process, and passes on all other connections to the learner.
 
 In the learner's process an answer waits for Python's lock, and a training thread that has it may get no processor for
 seconds on a busy machine. Run by its path without site packages, so that it starts in 20 ms and takes 10 MB: it imports
@@ -23,7 +23,7 @@ SILENCE_SECONDS = 60.0
 """The learner hangs when nothing in its process has run for so long."""
 _THIS_MACHINE = (b"localhost", b"127.0.0.1", b"[::1]")
 _POLL_SECONDS = 0.05
-"""How often a part of a request is looked at again: it stays in the kernel, for the learner."""
+"""How often a part of a request is read again: it stays in the kernel, for the learner."""
 
 
 class LivenessServer:
@@ -35,7 +35,7 @@ class LivenessServer:
         self._channel = channel
         self._any_host = any_host
         self._ok, self._answer = True, b'{"ok": true, "problems": []}'
-        self._heard = time.monotonic()
+        self._received = time.monotonic()
         self._unread = b""
         self._waiting: dict[socket.socket, float] = {}
         """Connections without a complete request, with the time at which each has to end, the oldest first."""
@@ -66,7 +66,7 @@ class LivenessServer:
             return False
         *lines, self._unread = (self._unread + received).split(b"\n")
         if lines:
-            self._ok, self._answer, self._heard = json.loads(lines[-1])["ok"], lines[-1], time.monotonic()
+            self._ok, self._answer, self._received = json.loads(lines[-1])["ok"], lines[-1], time.monotonic()
         return True
 
     def _accept(self) -> None:
@@ -113,7 +113,7 @@ class LivenessServer:
 
     def _reply(self, *, with_body: bool) -> bytes:
         status, body = "200 OK", self._answer
-        if (silent := time.monotonic() - self._heard) > SILENCE_SECONDS:
+        if (silent := time.monotonic() - self._received) > SILENCE_SECONDS:
             sentence = f"nothing in the learner's process has run for {silent:.0f} s; restart it if it does not go on"
             status, body = "503 Service Unavailable", json.dumps({"ok": False, "problems": [sentence]}).encode()
         elif not self._ok:
@@ -123,7 +123,7 @@ class LivenessServer:
 
 
 def _names_this_machine(head: bytes) -> bool:
-    """Return whether the header `Host` has a usual name of this machine; the learner knows all of them."""
+    """Return whether the header `Host` has a usual name of this machine; the learner has all of them."""
     fields = (line.partition(b":") for line in head.splitlines()[1:])
     hosts = [value.strip() for name, _, value in fields if name.strip().lower() == b"host"]
     return all(host.rpartition(b":")[0] in _THIS_MACHINE or host in _THIS_MACHINE for host in hosts)

@@ -1,6 +1,6 @@
 """The learner's status server: `/metrics`, `/healthz` and `/livez`.
 
-A process of its own accepts connections (see `liveness`): it answers `/livez`, also while no thread of this process
+A separate process accepts connections (see `liveness`): it answers `/livez`, also while no thread of this process
 runs, and passes on all others.
 """
 
@@ -34,7 +34,7 @@ _PATIENCE = timedelta(seconds=10)
 """Longest duration of a connection."""
 _MOST_HEAD_BYTES = 16_384
 _SAY_EVERY = timedelta(seconds=1)
-"""How often the process that answers `/livez` hears that this one runs."""
+"""How often the process that answers `/livez` is informed that this one runs."""
 
 log = logging.getLogger("anabranch.learner")
 
@@ -52,7 +52,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def answer_livez(self, hang: Callable[[], str | None], *, any_host: bool) -> None:
-        """Let a process of its own accept the connections from now on, and answer `/livez` by what `hang` returns."""
+        """Let a separate process accept the connections from now on, and answer `/livez` by what `hang` returns."""
         self._hang, self._any_host = hang, any_host
         self._listener = self.socket
         # Both ends stay open here, for the next process should this one be killed.

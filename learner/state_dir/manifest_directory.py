@@ -158,7 +158,7 @@ class ManifestDirectory(Generic[_M]):
 def last_of_hours(hours: Mapping[int, int], keep: int, now: float) -> set[int]:
     """Return the last folder of each of the newest hours; `hours` has that of each, in the order of their making.
 
-    Those of an hour to come, of a clock that was ahead, hold no place; `now` is in seconds. If all are, `now` is what
+    Those of an hour to come, of a clock that was ahead, do not count; `now` is in seconds. If all are, `now` is what
     is wrong, and each counts.
     """
     last = {hour: number for number, hour in hours.items()}

@@ -12,7 +12,7 @@ from learner.stream.ledger import Ledger
 
 _STARTS, _ENDS = 1 / 8, 1 / 16
 """Partitions wait for each other from this share of the room on that is taken, until this one."""
-_STANDS_STILL = timedelta(minutes=1)
+_STALLED_AFTER = timedelta(minutes=1)
 """A partition from which nothing comes for so long is not waited for: its broker or its registry may be away."""
 _SLACK = 8
 """A partition waits when it is ahead by more than 1 / `_SLACK` of the wait of events."""
@@ -56,7 +56,7 @@ class AlignedReading:
             if offset != account.position.offset:
                 offset, since = account.position.offset, now
             self._moved[index] = offset, since
-            if not ended and now - since < _STANDS_STILL.total_seconds():
+            if not ended and now - since < _STALLED_AFTER.total_seconds():
                 behind.append(times[index])
         if not behind:
             return frozenset()

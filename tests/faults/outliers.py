@@ -278,7 +278,7 @@ def right(model: torch.nn.Module, variant: Variant, columns: Mapping[str, Any]) 
 
 
 @dataclass(frozen=True)
-class Learned:
+class Result:
     """The outcome of a stream.
 
     Attributes:
@@ -296,7 +296,7 @@ class Learned:
     unfinished: int
 
 
-def learn(folder: Path, bootstrap: str, variant: Variant, count: int, kinds: Sequence[Kind]) -> Learned:
+def learn(folder: Path, bootstrap: str, variant: Variant, count: int, kinds: Sequence[Kind]) -> Result:
     """Run a learner on a stream with one event of each kind."""
     topic = make_topic(bootstrap, f"outliers-{variant.name}")
     labels = f"{topic}-labels"
@@ -322,7 +322,7 @@ def learn(folder: Path, bootstrap: str, variant: Variant, count: int, kinds: Seq
     alive = [kind.name for offset, kind in offsets if kind.dead != (offset in dead)]
     unfinished = total - sum(report.outcomes.values())
     restarts += said.count("the ingest process died") + said.count("the ingest process hangs")
-    return Learned(_right_of(pipeline, variant, weights), unnamed, alive, restarts, unfinished)
+    return Result(_right_of(pipeline, variant, weights), unnamed, alive, restarts, unfinished)
 
 
 def _send(bootstrap: str, topic: str, labels: str | None, sent: Sequence[Sent]) -> list[tuple[int, Kind]]:

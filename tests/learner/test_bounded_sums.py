@@ -1,4 +1,4 @@
-"""One event far from all others decides no class mean, covariance or importance for good."""
+"""One event far from all others decides no class mean, covariance or importance permanently."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Single events of extreme values, weights, labels and times leave what a model knows of the others as it was."""
+"""Single events of extreme values, weights, labels and times leave what a model has of the others as it was."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,8 +30,8 @@ NAME = TopicPartition("events", 0)
 
 
 @dataclass
-class Learned:
-    """A model that has learned a stream, and the offsets of which a person is told."""
+class Trained:
+    """A model that has learned a stream, and the offsets that are reported."""
 
     trainer: Trainer
     accuracy: float = 0.0
@@ -40,7 +40,7 @@ class Learned:
     not_finite: int = 0
 
 
-def learn(folder: Path, variant: Variant, sent: Sequence[Sent], batch: int = 64) -> Learned:
+def learn(folder: Path, variant: Variant, sent: Sequence[Sent], batch: int = 64) -> Trained:
     """Decode messages and train on them as a learner does, without a broker."""
     pipeline = Pipeline(folder, "localhost:1", "events", CODE, variant.text)
     config = load_config(pipeline.path).pipeline
@@ -55,7 +55,7 @@ def learn(folder: Path, variant: Variant, sent: Sequence[Sent], batch: int = 64)
     trainer = Trainer(model, task, STRATEGIES["none"](), schema, config.learner, CPU, choose_precision("fp32", CPU))
     learned = features_of(model)
     assert learned is not None
-    done, watch = Learned(trainer), ValueWatch(learned.numbers)
+    done, watch = Trained(trainer), ValueWatch(learned.numbers)
     for begin in range(0, len(sent), batch):
         part = sent[begin : begin + batch]
         messages = Messages(

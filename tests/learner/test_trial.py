@@ -150,7 +150,7 @@ def test_a_regression_that_squeezes_is_refused_for_one_row(build: Build) -> None
         ({"dtype": "float64", "shape": [], "cycles": ["day", "week"]}, r"x \[3, 4\] torch.float32"),
     ],
 )
-def test_a_wrong_size_is_told_with_what_forward_gets(build: Build, feature: dict[str, Any], inputs: str) -> None:
+def test_a_wrong_size_is_reported_with_what_forward_gets(build: Build, feature: dict[str, Any], inputs: str) -> None:
     with pytest.raises(ModelError, match=f"^model.factory: the model fails on {inputs}: "):
         build("def build():\n    return nn.Linear(3, 2)", feature=feature)
 

@@ -154,8 +154,8 @@ class LearnedNumber(nn.Module):
         if self._scale in ("standard", "robust"):
             shift, factor = (self.get_buffer(name).cpu().numpy().astype(np.float64) for name in ("shift", "factor"))
             with np.errstate(over="ignore"):
-                cut = np.abs((column.astype(np.float64) - shift) * factor) >= LIMIT
-            self.beyond += _OF_LATE * (float(cut.mean()) - self.beyond)
+                clipped = np.abs((column.astype(np.float64) - shift) * factor) >= LIMIT
+            self.beyond += _OF_LATE * (float(clipped.mean()) - self.beyond)
 
     def _observe_moments(self, value_Bn: Floats, again: NDArray[np.bool_]) -> None:
         state = self.state

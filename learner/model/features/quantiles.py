@@ -53,11 +53,11 @@ class QuantileSketch:
         return found
 
     def blur(self, random: np.random.Generator) -> None:
-        """Move each value to a random place between its neighbours, unless it is that of many events; equal values
+        """Move each value to a random value between its neighbours, unless it is that of many events; equal values
         together. Ranks change by less than the weight of a value."""
         levels = np.repeat(np.arange(len(self._used)), self._used)
-        places = np.concatenate([np.arange(count) for count in self._used])
-        values, group = np.unique(self._items[levels, places], return_inverse=True)
+        slots = np.concatenate([np.arange(count) for count in self._used])
+        values, group = np.unique(self._items[levels, slots], return_inverse=True)
         weight = np.bincount(group, np.exp2(levels.astype(np.float64)))
         between = (values[:-1] + values[1:]) / 2
         low, high = np.append(values[:1], between), np.append(between, values[-1:])
@@ -65,7 +65,7 @@ class QuantileSketch:
         values = np.where(weight < _COMMON * weight.sum(), moved, values)
         unused = np.arange(self._items.shape[1]) >= self._used[:, None]
         self._items[unused] = 0.0
-        self._items[levels, places] = values[group]
+        self._items[levels, slots] = values[group]
 
     def _compact(self, level: int) -> None:
         if level + 1 == len(self._used):

@@ -94,7 +94,7 @@ def test_an_embedding_of_the_task_is_of_the_features_that_came() -> None:
 
 @pytest.mark.parametrize("name", ["experts", "progressive"])
 def test_the_router_learns_what_it_routes_by(name: str) -> None:
-    """With an in-place activation after the embedding, the means of classes are those of the module's output."""
+    """With an activation that overwrites the embedding, the means of classes are those of the module's output."""
     means = []
     for inplace in (False, True):
         torch.manual_seed(0)

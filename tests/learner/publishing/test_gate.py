@@ -227,11 +227,11 @@ def test_events_that_most_models_predict_exactly_do_not_hide_the_others() -> Non
 
 def test_two_equal_models_of_a_regression_fail_as_rarely_as_their_limits_say() -> None:
     """A normal and a heavy-tailed error, where some events are beyond the limit of one model, and of both."""
-    for seed, draw in enumerate((np.random.default_rng(5).normal, np.random.default_rng(6).standard_cauchy)):
+    for seed, sample in enumerate((np.random.default_rng(5).normal, np.random.default_rng(6).standard_cauchy)):
         shared = np.random.default_rng(seed).normal(size=(200, EVENTS))
         failed = 0
         for each in shared:
-            served, candidate = (-np.abs(each + 0.05 * draw(size=EVENTS)) for _ in range(2))
+            served, candidate = (-np.abs(each + 0.05 * sample(size=EVENTS)) for _ in range(2))
             drop = compare(candidate, served, bounded=False)
             failed += drop.possible(0.0)
         assert failed <= 6, "1 % of 200, and chance"

@@ -20,11 +20,11 @@ def test_the_last_of_each_of_the_newest_hours_is_kept(hours: list[int], keep: in
     assert last_of_hours(dict(enumerate(hours, start=1)), keep, NOW) == kept
 
 
-def test_hours_of_a_clock_that_was_ahead_hold_no_place() -> None:
+def test_hours_of_a_clock_that_was_ahead_do_not_count() -> None:
     hours = dict(enumerate([1, 2, 500, 501, 502, 3, 4, 5], start=1))
     assert last_of_hours(hours, 3, 6 * 3600) == {6, 7, 8}
     assert last_of_hours(hours, 9, 6 * 3600) == {1, 2, 6, 7, 8}
 
 
-def test_a_clock_that_is_far_behind_takes_no_place_from_any() -> None:
+def test_a_clock_that_is_far_behind_excludes_none() -> None:
     assert last_of_hours(dict(enumerate([10, 11, 12], start=1)), 2, 0.0) == {2, 3}

@@ -29,7 +29,7 @@ SCHEMA = Schema(
 RAISES, NOT_FINITE = 1e7, float("nan")
 
 
-class Guard(nn.Module):
+class Fragile(nn.Module):
     """Raises on large values, and runs out of memory at the pass `short_at`."""
 
     passes, short_at = 0, -1
@@ -45,7 +45,7 @@ class Guard(nn.Module):
 
 def make(name: str) -> Trainer:
     torch.manual_seed(0)
-    model = nn.Sequential(Guard(), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 6))
+    model = nn.Sequential(Fragile(), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 6))
     least = {"least": 20} if name in ("experts", "progressive") else {}
     strategy = extended(small_strategy(name, **least), model, SCHEMA, embedding="2")
     settings = LearnerSettings.model_validate({"optimizer": {"name": "adamw", "lr": 0.02}})
@@ -119,13 +119,13 @@ def test_a_step_that_is_repeated_after_running_out_of_memory_opens_one_part(
     trainer = make(name)
     for _ in range(4):
         assert trainer.step(events(0, 1)).finite
-    guard = trainer.model[0]  # type: ignore[index]
-    assert isinstance(guard, Guard)
+    fragile = trainer.model[0]  # type: ignore[index]
+    assert isinstance(fragile, Fragile)
     trainer.set_micro_batch_size(8)
-    guard.short_at = guard.passes + 2
+    fragile.short_at = fragile.passes + 2
     assert trainer.step(events(2, 3, n=16)).finite
     pool = pool_of(trainer.model)
     assert pool is not None
     assert (pool.size, trainer.micro_batch_size) == (2, 4)
-    assert guard.passes > guard.short_at + 2
+    assert fragile.passes > fragile.short_at + 2
     assert trainer.strategy.state()["seen"] == [0, 1, 2, 3]
