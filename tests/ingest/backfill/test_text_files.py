@@ -43,13 +43,13 @@ def by_commands(path: Path) -> list[float]:
     [
         PLAIN,
         PLAIN[:-1],
-        gzip.compress(PLAIN),
-        gzip.compress(PLAIN[:50]) + gzip.compress(PLAIN[50:]),
+        gzip.compress(PLAIN, mtime=0),
+        gzip.compress(PLAIN[:50], mtime=0) + gzip.compress(PLAIN[50:], mtime=0),
         b"\n\n" + PLAIN.replace(b"\n", b"\n\n") + b"\n",
         b"  \n" + PLAIN.replace(b"\n", b"\r\n \t\r\n\r\n") + b" ",
         MARK + PLAIN,
         MARK + b"\n" + PLAIN,
-        gzip.compress(MARK + PLAIN),
+        gzip.compress(MARK + PLAIN, mtime=0),
     ],
 )
 @pytest.mark.parametrize("count_bytes", [1, 7, 1 << 20])
@@ -71,7 +71,7 @@ def test_a_file_has_the_same_events_for_both(
         (PLAIN.decode().encode("utf-16"), "it is UTF-16; write it as UTF-8"),
         (PLAIN.decode().encode("utf-16-le"), "it is UTF-16 or UTF-32"),
         (PLAIN.decode().encode("utf-32-be"), "it is UTF-16 or UTF-32"),
-        (gzip.compress(PLAIN.decode().encode("utf-16")), "it is UTF-16"),
+        (gzip.compress(PLAIN.decode().encode("utf-16"), mtime=0), "it is UTF-16"),
         (b"\x28\xb5\x2f\xfd\x24...", "it is compressed with zstd"),
         (b"PAR1\x15\x04", "it is Parquet"),
     ],
