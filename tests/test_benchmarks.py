@@ -116,20 +116,20 @@ def test_each_target_is_printed_as_met_or_missed(
 
 def test_saved_results_have_the_machine_and_the_revision_and_replace_no_file(load: Load, tmp_path: Path) -> None:
     module, spread = load("results"), load("interleave").Spread
-    for quick in (True, True, False):
+    for form in (module.Form.QUICK, module.Form.QUICK, module.Form.LONG):
         results = module.Results("toy", {"mean_seconds": module.Target(0.5)})
-        results.fact("quick", quick)
+        results.fact("quick", form is module.Form.QUICK)
         results.add("mean_seconds", spread.of([0.1, 0.2, 0.7]))
         results.add("rate", float("nan"), unit="1/s")
-        results.write(argparse.Namespace(json=None, save=tmp_path, quick=quick, only=["part"], data=tmp_path))
-        results.write(argparse.Namespace(json=None, save=tmp_path, quick=quick, only=["part"], data=tmp_path))
-    *_, found = (json.loads(path.read_text()) for path in tmp_path.glob("toy/*.json"))
+        results.write(argparse.Namespace(json=None, save=tmp_path, form=form, only=["part"], data=tmp_path))
+        results.write(argparse.Namespace(json=None, save=tmp_path, form=form, only=["part"], data=tmp_path))
+    (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("toy/*.json") if "-quick" not in path.stem)
     machine = found["machine"]
     stem = f"{found['time'][:10]}-{machine['name']}"
     assert {path.stem for path in tmp_path.glob("toy/*")} == {stem, f"{stem}-quick", f"{stem}-quick-2"}
     assert set(machine) == {"name", "cpu", "cores", "gpu", "system", "python", "torch", "kafka"}
     assert (machine["torch"], found["revision"]) == (torch.__version__, module.revision())
-    assert found["parameters"] == {"form": found["parameters"]["form"], "only": ["part"], "data": str(tmp_path)}
+    assert found["parameters"] == {"form": "long", "only": ["part"], "data": str(tmp_path)}
     assert found["figures"] == [
         {
             "key": "mean_seconds",

@@ -51,14 +51,17 @@ class Feature:
         """Return a column of `rows` events whose value is allowed: `filler`, or texts of the tokenizer's largest id.
 
         Such a text, without padding, shows whether a model has an embedding for each id and each position. A `short`
-        one has one id before the padding.
+        one has one id before the padding. Each id begins a word.
         """
         value, encoder = self.filler, self.encoder
         if encoder is not None and encoder.shape:
             value = encoder.size - (2 if encoder.padding == encoder.size - 1 else 1)
         column = np.full((rows, *self.column_shape), value, self.dtype)
-        if short and encoder is not None and encoder.shape:
-            column[..., 1:] = encoder.padding
+        if encoder is not None and encoder.shape:
+            texts = column if len(encoder.shape) == 1 else column[..., 0, :]
+            texts[..., 1:] = encoder.padding if short else value
+            if len(encoder.shape) == 2:  # with where each word begins, as the encoder counts
+                column[..., 1, :] = np.arange(1, column.shape[-1] + 1) * (texts != encoder.padding)
         return column
 
     def different(self, rows: int) -> NDArray[Any] | None:

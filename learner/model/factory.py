@@ -257,7 +257,7 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
         return tuple(output.shape[1:])
     except ModelError:
         raise
-    except Exception as exc:  # the user's own code may raise anything
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
         given = _inputs(model, sample(schema, _CHECK_ROWS, device))
         raise ModelError(f"model.factory: the model fails on {given}: {in_one_line(exc)}") from exc
     finally:
@@ -296,7 +296,7 @@ def check_rows(model: nn.Module, task: Task, schema: Schema, device: torch.devic
         one = sample(schema, 1, device)
         try:
             output = forward(model, one)
-        except Exception as exc:  # the user's own code may raise anything
+        except (Exception, SystemExit) as exc:  # the user's own code may raise anything
             if out_of_memory(exc) or device_lost(exc):
                 raise
             raise ModelError(
@@ -347,7 +347,7 @@ def varied(model: nn.Module, schema: Schema, device: torch.device) -> tuple[dict
         try:
             with torch.no_grad():
                 return candidate, forward(model, candidate)
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             if out_of_memory(exc) or device_lost(exc):
                 raise
     features = sample(schema, _CHECK_ROWS, device)
@@ -379,7 +379,7 @@ def check_copies(model: nn.Module, schema: Schema, device: torch.device) -> None
     """
     try:
         copied = copy_sharing_base(model)
-    except Exception as exc:  # the user's own code may raise anything
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
         if out_of_memory(exc) or device_lost(exc):
             raise
         raise ModelError(
@@ -404,7 +404,7 @@ def check_copies(model: nn.Module, schema: Schema, device: torch.device) -> None
         features, _ = varied(model.eval(), schema, device)
         expected, found = output(model), output(copied)
         depends = not _same(expected, found, _ROUNDING) and _same(expected, output(model), _ROUNDING)
-    except Exception as exc:  # the user's own code may raise anything
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
         if out_of_memory(exc) or device_lost(exc):
             raise
         raise ModelError(f"model.factory: a copy of the model, with other weights, fails: {in_one_line(exc)}") from exc
@@ -448,7 +448,7 @@ def check_training_pass(
             what = "model.factory: the backward pass"
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
-    except Exception as exc:  # the user's own code may raise anything
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
         if out_of_memory(exc) or device_lost(exc):
             raise
         raise ModelError(f"{what} fails in training, {_arithmetic(precision)}: {in_one_line(exc)}") from exc
@@ -471,7 +471,7 @@ def _first_that_works(run: Callable[[int], Tensor]) -> Tensor:
     """Return what `run` gives for labels of 0, or of 1 where it refuses 0, as a task of prices may."""
     try:
         return run(0)
-    except Exception:  # noqa: BLE001 the user's own code may raise anything
+    except (Exception, SystemExit):  # noqa: BLE001 the user's own code may raise anything
         return run(1)
 
 
@@ -524,7 +524,7 @@ def _refusal(
         else:
             with torch.no_grad():
                 result = task.score(output_B, label_B)
-    except Exception as exc:  # noqa: BLE001 the user's own code may raise anything
+    except (Exception, SystemExit) as exc:  # noqa: BLE001 the user's own code may raise anything
         shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {label_B.dtype} of 0 and of 1"
         return _Refusal(f"fails on {shapes}: {in_one_line(exc)}")
     returned = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__

@@ -71,7 +71,7 @@ def try_steps(
     except AnabranchError as exc:
         if not out_of_memory(exc.__cause__ or exc):
             raise
-    except Exception as exc:  # the user's own code may raise anything
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
         if device_lost(exc):
             raise
         if not out_of_memory(exc):

@@ -100,7 +100,9 @@ def test_the_problems_are_those_of_all_components(tmp_path: Any) -> None:
     loop.raising_events = SimpleNamespace(problem="the model raises")
     lag = SimpleNamespace(warning="behind")
     publisher = SimpleNamespace(problem=None, canary=None, gate=SimpleNamespace(hold=good))
-    parts: Any = SimpleNamespace(source=good, publisher=publisher, checkpointer=bad, erasure=good, lag=lag, late=None)
+    source, erasure = SimpleNamespace(problem=None, tombstones={}), SimpleNamespace(problem=None, erased=0)
+    parts: Any = SimpleNamespace(publisher=publisher, checkpointer=bad, lag=lag, late=None)
+    parts.source, parts.erasure = source, erasure
     parts.teacher = SimpleNamespace(warning="the teacher is away")
     parts.trainer = SimpleNamespace(model=nn.Linear(1, 1))
     metrics: Any = SimpleNamespace(learner=LearnerMetrics(CollectorRegistry()))

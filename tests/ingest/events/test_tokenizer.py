@@ -135,6 +135,12 @@ def test_the_example_has_the_largest_id_at_each_position(path: Path) -> None:
     assert feature.example(3).tolist() == [[[12] * 6] * 2] * 3
 
 
+def test_each_id_of_the_example_begins_a_word_and_padding_begins_none(path: Path) -> None:
+    (feature,) = schema_of(path, encode={"tokenizer": str(path), "length": 6, "words": True}).features
+    assert feature.example(2).tolist() == [[[12] * 6, [1, 2, 3, 4, 5, 6]]] * 2
+    assert feature.example(1, short=True)[0, 1].tolist() == [1, 0, 0, 0, 0, 0]
+
+
 def test_the_example_has_no_padding_where_that_has_the_largest_id(tmp_path: Path) -> None:
     padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_type_id": 0}
     path = write_tokenizer(tmp_path / "tokenizer.json", padding=padding | {"pad_id": 12, "pad_token": "the"})

@@ -45,11 +45,13 @@ ALLOWED = {
         "__call__: tolist": "of steps that score old events",
     },
     "learner/training/trainer.py": {
-        "learn_features: to": "where rows of a learned vocabulary start again: host memory to the device, in order",
+        "learn_features: to": "labels, where intercepts learn: host memory to the device, in order",
+        "_restart_rows: to": "where rows of a learned vocabulary start again: host memory to the device, in order",
     },
     "learner/training/compile.py": {"compiled: item": "before the first step"},
     "learner/training/host_to_device.py": {"__call__: to": "from pinned memory, without waiting"},
     "learner/strategies/examples.py": {"examples_of: numpy": "on a CPU alone"},
+    "learner/strategies/bounded.py": {"shortened: to": "another dtype"},
     "learner/strategies/early_negatives.py": {
         "run: to": "another dtype",
         "trained_first: to": "where a label took an earlier one back: host memory to the device, in order",
@@ -68,6 +70,7 @@ ALLOWED = {
         "_to_weights: to": "another dtype",
     },
     "learner/strategies/growing/progressive.py": {"extend: to": "before the first step"},
+    "learner/device_sharing/lease.py": {"set_level: tolist": "words of a mapped file, no tensor"},
     "learner/device_sharing/launch_depth.py": {"_reach: synchronize": "with device sharing: work that is queued"},
 }
 

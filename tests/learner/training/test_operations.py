@@ -56,12 +56,15 @@ def test_a_deep_model_with_batch_norm_takes_at_most_250_operations_a_step(schema
         ({"name": "der++"}, 200),
         ({"name": "mir"}, 420),
         ({"name": "agem"}, 310),
-        ({"name": "ewc", "every": 2}, 355),
+        ({"name": "ewc", "every": 2}, 395),
         ({"name": "lwf", "every": 2}, 265),
     ],
     ids=lambda each: each["name"] if isinstance(each, dict) else None,
 )
 def test_strategies_take_no_operation_for_each_parameter(schema: Schema, strategy: dict[str, Any], most: int) -> None:
-    """A pass through the model takes about 50 forward and 100 back; a copy of every second step's weights takes 44."""
+    """A pass through the model takes about 50 forward and 100 back; a copy of every second step's weights takes 44.
+
+    The bound on an event's importances, of ewc, takes 40 for a model of any depth.
+    """
     operations = counted(schema, perceptron(batch_norm=False), strategy)
     assert operations.total <= most, operations
