@@ -179,7 +179,7 @@ def _ask(config: Config, report: ServingReport, action: str, number: int) -> Reg
 
 
 def refusal_error(status: int) -> type[AnabranchError]:
-    """Return what a refusal by serving is: of the order, or of what passes, so that the same may work later."""
+    """Return what a refusal by serving is: of the command, or of what passes, so that the same may work later."""
     passes = status == http.HTTPStatus.TOO_MANY_REQUESTS or status >= http.HTTPStatus.INTERNAL_SERVER_ERROR
     return DependencyError if passes else SettingsError
 

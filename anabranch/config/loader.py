@@ -22,7 +22,7 @@ from learner.sections.search import search_conflicts
 from learner.sections.teacher import teacher_conflicts
 from learner.state_dir.origin import is_published
 
-_NOTHING_HIDDEN = "it stands in every version and in errors, so it holds no secret; write the value, or have "
+_NOTHING_HIDDEN = "it is stored in every version and shown in errors, so it holds no secret; write the value, or have "
 _NOTHING_HIDDEN += "the model's code read {} itself"
 
 

@@ -55,8 +55,8 @@ def _override_one(document: dict[str, Any], name: str, text: str) -> tuple[str, 
     value = _value(text, kind)
     if _has_free_text(value, kind) and is_published((*keys, key)):
         raise SettingsError(
-            f"{name}: a text of the environment may be a secret, and {'.'.join((*keys, key))} stands in every version "
-            "and in errors; write it into the file, or have the model's code read a variable of its own"
+            f"{name}: a text of the environment may be a secret, and {'.'.join((*keys, key))} is stored in every "
+            "version and shown in errors; write it into the file, or have the model's code read a separate variable"
         )
     if isinstance(value, str) and isinstance(table.get(key), dict) and _is_named(kind):
         # Other variables may have set its arguments before.

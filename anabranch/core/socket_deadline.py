@@ -26,7 +26,7 @@ class SocketDeadline:
 
     def watch(self, connection: socket.socket) -> None:
         """Watch this connection from now on, in place of the one before; at once, if the time is over already."""
-        # A descriptor of its own: that of the connection may be closed meanwhile, and its number be another file's.
+        # A separate descriptor: that of the connection may be closed meanwhile, and its number be another file's.
         own = socket.fromfd(connection.fileno(), connection.family, connection.type)  # SSLSocket has no dup
         with self._lock:
             before, self._watched = self._watched, own

@@ -25,7 +25,7 @@ UNPUBLISHED: dict[str, Any] = {
         "backfill": {"storage", "files"},
     },
 }
-"""Settings of these sections on which no weights depend, or that have secrets or paths of a machine. All others stand
+"""Settings of these sections on which no weights depend, or that have secrets or paths of a machine. All others are
 in the manifest of each version."""
 _PUBLISHED = frozenset({"name", "seed", "schema", "gate", "search", *UNPUBLISHED})
 _NAMED = ("stream", "backfill", "files")

@@ -25,7 +25,7 @@ _WINDOW_BYTES = 65_536
 _IDLE = timedelta(seconds=30)
 """How long a connection may be without a call. The same connection can be opened again: clients do so by themselves."""
 _OLDEST = timedelta(minutes=2)
-"""How long a connection may be open, so that a client which does not read its replies cannot hold them for good."""
+"""How long a connection may be open, so that a client which does not read its replies cannot hold them permanently."""
 
 
 class GrpcServer:

@@ -881,7 +881,7 @@ class TestReachingTheBroker:
 
     @pytest.mark.slow
     @pytest.mark.finds("broker.advertised")
-    def test_an_address_that_only_the_broker_knows(self, diagnose, setting, kafka, monkeypatch):
+    def test_an_address_that_only_the_broker_can_resolve(self, diagnose, setting, kafka, monkeypatch):
         setting("stream.bootstrap_servers", kafka.bootstrap)
 
         def topic(inspector, name):

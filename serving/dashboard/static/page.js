@@ -7,7 +7,7 @@ const ACTIONS = { promote: "promote", pin: "pin", unpin: "unpin", reject: "rejec
 
 /* explanations, shown on hover and on keyboard focus */
 const HELP = {
-  now: "Accuracy on the newest events, each predicted before the model trains on it (prequential). It falls when the stream changes, such as with a new class, until that is learned. Compare it with the rule beside it, and with the same figure of a second learner.",
+  now: "Accuracy on the newest events, each predicted before the model trains on it (prequential). It falls when the stream changes, such as with a new class, until that is learned. Compare it with the rule next to it, and with the same figure of a second learner.",
   old: "Accuracy on the older three quarters of the holdout set, which the model never trains on.",
   worst: "Of all classes, the lowest accuracy on the holdout set.",
   baseline: "The same figure of a second learner, on the same events, that runs for comparison.",
@@ -203,10 +203,10 @@ function lines() {
   const other = regression() ? baseline?.error : baseline?.accuracy;
   const plain = baseline?.strategy === "none" && learner?.strategy !== "none";
   const rule = regression() ? "always the mean" : "always the most frequent class", simplest = learner?.simplest ?? {};
-  const beside = (name) => (known(simplest[name]) ? `; ${rule}: ${score(simplest[name])}` : "");
+  const ruled = (name) => (known(simplest[name]) ? `; ${rule}: ${score(simplest[name])}` : "");
   const all = [
-    { kind: "now", series: "now", name: "Now", short: "now", about: `newest events, before training${beside("now")}`, value: now?.now },
-    { kind: "old", series: "old", name: "Old", short: "old", about: `older held-out events${beside("old")}`, value: now?.old },
+    { kind: "now", series: "now", name: "Now", short: "now", about: `newest events, before training${ruled("now")}`, value: now?.now },
+    { kind: "old", series: "old", name: "Old", short: "old", about: `older held-out events${ruled("old")}`, value: now?.old },
     { kind: "worst", series: "worst", name: "Worst class", short: "worst class", about: "held-out events, lowest of all classes", value: now?.worst },
     { kind: "baseline", series: "baseline_old", name: plain ? "Old, without replay" : "Old, baseline", short: plain ? "no replay" : "baseline", about: plain ? "older held-out events, baseline" : "the baseline", value: other?.old },
   ];
@@ -220,8 +220,8 @@ function bounds() {
 
 function shown(names) {
   const { from } = bounds(), begin = points.time.findIndex((time) => time >= from);
-  const checkpoint = (values) => (begin < 0 ? [] : values.slice(begin));
-  return { times: checkpoint(points.time), values: names.map((name) => checkpoint(points.series[name])), gap: 3.5 * points.step };
+  const visible = (values) => (begin < 0 ? [] : values.slice(begin));
+  return { times: visible(points.time), values: names.map((name) => visible(points.series[name])), gap: 3.5 * points.step };
 }
 
 function renderAccuracy() {

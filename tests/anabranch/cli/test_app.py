@@ -53,7 +53,7 @@ def test_help_shows_all_of_its_texts(anabranch, command, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["", "versions", *COMMANDS])
-def test_help_cuts_no_name_at_80_columns(anabranch, command, monkeypatch):
+def test_help_shortens_no_name_at_80_columns(anabranch, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert "\N{HORIZONTAL ELLIPSIS}" not in anabranch(*command.split(), "--help")[1]
 

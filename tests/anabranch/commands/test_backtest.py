@@ -354,7 +354,7 @@ class TestTheStoreOfABacktest:
     def test_replays_by_the_ratio_that_is_measured(
         self, table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A stream that forgets nothing replays nothing; a part is held out, by which that is measured."""
+        """A stream that retains everything replays nothing; a part is held out, by which that is measured."""
         replayed = []
         take = LearningStep.take
 
@@ -375,7 +375,7 @@ class TestTheStoreOfABacktest:
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_beside_others(table: Callable[..., Path]) -> None:
+def test_a_run_is_the_same_next_to_others(table: Callable[..., Path]) -> None:
     dropped = "self.drop, self.out = nn.Dropout(0.5), nn.Linear(3, 2)", "return self.out(self.drop(x))"
     file = table(FLOATS, dropped, vector)
     assert overall(file) == overall(file, compare=True)

@@ -131,6 +131,6 @@ def test_the_erasure_of_a_key_covers_all_rows_of_all_files_of_the_history(write_
 
 
 @pytest.mark.parametrize(("store", "holdout", "says"), [(0, 0, True), (1, 0, False), (0, 1, False)])
-def test_an_erasure_that_meets_no_event_says_so(store: int, holdout: int, says: bool) -> None:
+def test_an_erasure_that_finds_no_event_says_so(store: int, holdout: int, says: bool) -> None:
     result = ErasureResult("erasures.jsonl", [3], {"events:0": 9}, None, store, holdout)
     assert any("byte for byte" in sentence for sentence in result.sentences()) == says

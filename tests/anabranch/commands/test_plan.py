@@ -354,8 +354,8 @@ def test_json_events_have_the_size_that_is_asked_for_or_the_smallest_possible() 
     described = {"features": {"x": {"dtype": "float64", "shape": [50]}}, "label": {"name": "y", "dtype": "float32"}}
     schema = Schema(SchemaSettings.model_validate(described))
     stream = StreamSettings.model_validate({"topics": ["t"]})
-    for wanted in (400, 1_000, 5_000):
-        assert synthetic_messages(schema, stream, wanted, 1).event_bytes == pytest.approx(wanted, rel=0.1)
+    for least in (400, 1_000, 5_000):
+        assert synthetic_messages(schema, stream, least, 1).event_bytes == pytest.approx(least, rel=0.1)
     assert synthetic_messages(schema, stream, 10, 1).event_bytes > 100
     with pytest.raises(SettingsError, match="one event"):
         synthetic_messages(schema, stream, None, 2)

@@ -352,7 +352,7 @@ def test_the_exit_code_says_whether_the_pipeline_is_healthy(config, dead_pid, ca
     assert code() == 5
 
 
-def test_the_simplest_rule_stands_beside_the_accuracy_and_what_it_beats_is_said(config, now):
+def test_the_simplest_rule_is_next_to_the_accuracy_and_what_it_beats_is_said(config, now):
     report = learner_report(accuracy={"now": 0.999, "old": 0.992}, simplest={"now": 0.994, "old": 0.9945})
     learner.state_dir.report.write_report(config.state_dir, report)
     shown = screen(config)

@@ -90,7 +90,7 @@ def test_the_plan_names_the_tainted_versions_and_the_checkpoint_before(config: C
 
 
 def test_times_choose_messages_by_themselves_where_they_are_out_of_order() -> None:
-    """An offset cuts the stream elsewhere: of late messages it would take too many, or leave some out."""
+    """An offset splits the stream elsewhere: of late messages it would take too many, or leave some out."""
     begin, minute = 1_700_000_000_000, 60_000
     times = [begin + n * minute + (3 * minute + 1 if n % 4 == 0 else 0) for n in range(60)]
 

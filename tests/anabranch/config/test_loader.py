@@ -273,8 +273,8 @@ class TestValues:
     ) -> None:
         monkeypatch.setenv("HUB_TOKEN", "hunter-2")
         assert refused({"model": f'factory = "m:b"\nargs = {args}'}) == (
-            f"{key}: it stands in every version and in errors, so it holds no secret; write the value, or have the "
-            f"model's code read {name} itself"
+            f"{key}: it is stored in every version and shown in errors, so it holds no secret; write the value, or "
+            f"have the model's code read {name} itself"
         )
 
     def test_the_nearest_of_the_values_is_named(self, refused: Callable[..., str]) -> None:
@@ -537,7 +537,7 @@ def test_a_text_of_the_environment_is_no_argument_that_versions_contain(
 ) -> None:
     sentence = refused(None, {f"ANABRANCH__{variable}": text})
     assert sentence.startswith(
-        f"ANABRANCH__{variable}: a text of the environment may be a secret, and {key} stands in "
+        f"ANABRANCH__{variable}: a text of the environment may be a secret, and {key} is stored in "
     )
     assert "hunter2" not in sentence
 

@@ -163,7 +163,7 @@ def test_the_plain_line_has_what_matters_and_what_is_unhealthy(snapshot):
     assert "\n" not in line
 
 
-def test_an_accuracy_has_beside_it_what_it_is_to_be_compared_with(snapshot):
+def test_an_accuracy_has_next_to_it_what_it_is_to_be_compared_with(snapshot):
     simplest = {"now": 0.12, "old": 0.25}
     report = learner({"trained": 90}, accuracy={"now": 0.66, "old": 0.8}, simplest=simplest)
     line = plain_line(snapshot(learner=report))

@@ -474,7 +474,7 @@ def test_calls_whose_message_never_ends_are_bounded_in_time_and_number_and_healt
 
 
 @pytest.mark.slow
-def test_cancelled_and_refused_calls_leave_their_places_and_bytes(
+def test_cancelled_and_refused_calls_release_their_slots_and_bytes(
     deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = deploy("number")
