@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.harness.results import options
+from benchmarks.harness.results import Form, options
 from tests.faults import (
     backfill,
     baselines,
@@ -61,10 +61,11 @@ def main() -> int:
     chosen = parser.parse_args()
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
-    figures = Figures(quick=chosen.quick)
+    quick = chosen.form is not Form.LONG
+    figures = Figures(quick=quick)
     for name in chosen.only or PARTS:
         try:
-            _run(name, figures, quick=chosen.quick, minutes=chosen.minutes)
+            _run(name, figures, quick=quick, minutes=chosen.minutes)
         except Exception as exc:
             log.exception("part %s failed", name)
             figures.fail(name, exc)

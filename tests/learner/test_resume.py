@@ -239,6 +239,7 @@ def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused(
         learn(deployment, threading.Event())
 
 
+@pytest.mark.process
 def test_a_learner_that_is_stopped_while_it_fetches_its_state_ends_in_order(
     make_bench: Callable[..., LearnerBench], schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

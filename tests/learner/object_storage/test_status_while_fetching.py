@@ -17,6 +17,7 @@ from learner.run import Learner
 from tests.support.ports import first_free_port
 
 
+@pytest.mark.process
 def test_healthz_is_a_problem_while_a_checkpoint_is_fetched_and_metrics_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

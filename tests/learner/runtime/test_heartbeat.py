@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from learner.metrics import LearnerMetrics
 from learner.runtime.heartbeat import PATIENCE, Heartbeat, processor_times
 from learner.runtime.status_server import serve_status
+from tests.support.waiting import wait_until
 
 
 def asked(port: int, path: str = "healthz") -> tuple[int, Any]:
@@ -24,6 +25,7 @@ def asked(port: int, path: str = "healthz") -> tuple[int, Any]:
             return refusal.code, json.load(refusal)
 
 
+@pytest.mark.process
 def test_healthz_says_when_the_loop_hangs_and_when_it_goes_on() -> None:
     registry, now = CollectorRegistry(), 0.0
     heartbeat = Heartbeat(LearnerMetrics(registry).heartbeat, lambda: now)
@@ -50,6 +52,7 @@ def test_the_metric_is_zero_until_the_first_beat() -> None:
     assert (registry.get_sample_value(name) or 0) > 1e9
 
 
+@pytest.mark.process
 def test_livez_fails_for_a_loop_that_hangs_and_for_no_other_problem() -> None:
     registry, now = CollectorRegistry(), 0.0
     heartbeat = Heartbeat(LearnerMetrics(registry).heartbeat, lambda: now)
@@ -59,6 +62,7 @@ def test_livez_fails_for_a_loop_that_hangs_and_for_no_other_problem() -> None:
         assert asked(port) == (503, {"ok": False, "problems": problems})
         assert asked(port, "livez") == (200, {"ok": True, "problems": []})
         now = PATIENCE.total_seconds()
+        wait_until(lambda: asked(port, "livez")[0] == 503)
         assert asked(port, "livez") == (503, {"ok": False, "problems": [heartbeat.problem]})
 
 

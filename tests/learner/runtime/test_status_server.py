@@ -25,6 +25,8 @@ from learner.runtime.liveness import LivenessServer
 from learner.runtime.status_server import serve_status
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def port() -> Iterator[int]:
