@@ -145,6 +145,7 @@ def spec(folder: Path, events: SchemaSettings, args: dict[str, Any], **more: Any
     return learner_spec(folder, events, model, learner=options, **more)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_learner_writes_its_base_before_what_names_it_and_deletes_it_after_the_last(
     run: Callable[..., None], tmp_path: Path, schema: Schema
@@ -188,6 +189,7 @@ def test_a_version_of_another_base_is_no_baseline(
     assert f"version {number} was trained with the base 'aaaaaaaaaaaa', and [model] has the base 'bbbb" in caplog.text
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mirror", "only"])
 def test_a_learner_uploads_its_base_and_one_on_another_host_goes_on_with_it(
@@ -206,6 +208,7 @@ def test_a_learner_uploads_its_base_and_one_on_another_host_goes_on_with_it(
     assert decode_head(storage.bucket, storage.bucket.read("head.json")).bases[base] == 1
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_full_disk_ends_a_learner_before_anything_names_its_base(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
