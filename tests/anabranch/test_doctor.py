@@ -1851,7 +1851,7 @@ class TestCommand:
         edit(None, '[stream.properties]\n"sasl.password" = "hunter-3-secret"')
         code, out = doctor()
         assert code == 2
-        assert "model.embedding: it stands in every version and in errors, so it holds no secret" in out
+        assert "model.embedding: it is stored in every version and shown in errors, so it holds no secret" in out
         assert "hunter" not in out
 
     def test_a_bug_in_one_check_hides_no_other(self, example: Path) -> None:
