@@ -177,7 +177,7 @@ class TestChecking:
         assert str(caught.value).startswith("model.factory: ")
         assert "\n" not in str(caught.value)
 
-    @pytest.mark.parametrize("error", [KeyError, AssertionError, ZeroDivisionError, RecursionError])
+    @pytest.mark.parametrize("error", [KeyError, AssertionError, ZeroDivisionError, RecursionError, SystemExit])
     def test_whatever_it_raises_is_one_sentence(self, error):
         class Broken(nn.Module):
             def forward(self, x):
