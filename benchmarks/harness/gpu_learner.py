@@ -118,6 +118,7 @@ class MemorySource:
 
     def __post_init__(self) -> None:
         self.letters_dropped: Counter[str] = Counter()
+        self.tombstones: Counter[str] = Counter()
         self._rows = self.workload.batch_size + max(1, self.workload.batch_size // _HELD_OUT)
         pool = pool_of(self.workload, _POOL_BATCHES * self._rows)
         self._blocks = [self._block(pool, index * self._rows) for index in range(_POOL_BATCHES)]

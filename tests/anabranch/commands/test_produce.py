@@ -212,17 +212,16 @@ def test_ctrl_c_ends_it_with_what_was_sent(environment, example, monkeypatch, va
         def readable(self):
             return True
 
-        def __iter__(self):
-            return self
-
-        def __next__(self):
+        def readinto(self, buffer):
             self.lines += 1
             if self.lines > 5:
                 raise KeyboardInterrupt
-            return EVENT + b"\n"
+            line = EVENT + b"\n"
+            buffer[: len(line)] = line
+            return len(line)
 
     class Stdin:
-        buffer = Endless()
+        buffer = io.BufferedReader(Endless())
 
     monkeypatch.setattr(sys, "stdin", Stdin())
     config = load_config(example / "pipeline.toml")
