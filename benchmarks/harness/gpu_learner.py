@@ -113,7 +113,7 @@ class MemorySource:
     ends_time: float | None = None
     reads_history = False
     history: None = None
-    unknown_fields = 0
+    unknown_fields = overweight = 0
     local: tuple[()] = ()
 
     def __post_init__(self) -> None:
