@@ -1,6 +1,6 @@
 """Each part of each benchmark runs, in its smallest form, on events that are made here.
 
-They take minutes, so that they run only where `ANABRANCH_TEST_BENCHMARKS` is set, as `.ci/run` sets it.
+They take minutes, so that they run only where `ANABRANCH_TEST_BENCHMARKS` is set.
 """
 
 import json
