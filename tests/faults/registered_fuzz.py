@@ -158,6 +158,7 @@ def _fits(some: Mapping[str, Any]) -> bool:
         (len(some["x"]), len(some["d"])) == (3, 4)
         and all(map(math.isfinite, floats))
         and np.float32(some["w"]) >= 0
+        and abs(some["t"]) <= 1e11
         and -128 <= some["n"] <= 127
         and (some.get("y") is None or 0 <= some["y"] <= 2)
     )

@@ -200,6 +200,9 @@ class TestAWrongChecksum:
                 with pytest.raises(BrokerError):
                     read(reader, 9)
             proxy.damages = False
-            found += read(reader, 9)
+            with contextlib.suppress(BrokerError):  # a reply that was damaged before may still be on its way
+                found += read(reader, 9)
+            if len(found) == 3:
+                found += read(reader, 9)
         assert [(offset, fault) for offset, _, fault in found] == [(offset, None) for offset in range(9)]
         assert [value for _, value, _ in found[3:6]] == [b"damage me"] * 3
