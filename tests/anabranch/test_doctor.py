@@ -1525,7 +1525,8 @@ class TestStateDirectory:
         self, diagnose: Callable[..., list[Finding]], example: Path, edit: Callable[..., None]
     ) -> None:
         for name in ("audit.pem", "tls.key"):
-            (example / name).touch(0o644)
+            (example / name).touch()
+            (example / name).chmod(0o644)  # whatever the umask is
         tables = '[lineage]\nsign_key = "audit.pem"\n[serving]\ntls = {cert = "tls.crt", key = "tls.key"}'
         edit("[serving]", tables)
         findings = [each for each in diagnose("state") if each.kind == "key.exposed"]
