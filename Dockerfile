@@ -50,7 +50,8 @@ RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
 RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
     --mount=type=bind,source=pyproject.toml,target=/tmp/pyproject.toml \
     python -c 'import sys, tomllib; project = tomllib.load(open("/tmp/pyproject.toml", "rb"))["project"]; \
-extras = [extra for name in {"codecs", *sys.argv[1].split(",")} - {""} for extra in project["optional-dependencies"][name]]; \
+known = project["optional-dependencies"]; known["all"] = [each for name in known if name != "all" for each in known[name]]; \
+extras = [extra for name in {"codecs", *sys.argv[1].split(",")} - {""} for extra in known[name]]; \
 print(*project["dependencies"], *extras, sep="\n")' "$EXTRAS,$([ "$TORCH" != cuda ] || echo gpu)" > /tmp/requirements.txt \
     && pip --python /opt/anabranch install -c /tmp/constraints.txt -r /tmp/requirements.txt \
     && rm /tmp/requirements.txt

@@ -91,8 +91,8 @@ clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist site *.egg-info
 
 # .demo holds what the demo needs, .dev everything.
-.venv/.demo: EXTRA = embedded
-.venv/.dev: EXTRA = dev
+.venv/.demo: WHAT = -e '.[embedded]'
+.venv/.dev: WHAT = -e '.[all]' --group dev
 .venv/.demo .venv/.dev: pyproject.toml constraints.txt $(AGAIN)
 	@set -eu; say() { printf '%s\n' "anabranch: $$*" >&2; }; \
 	if [ "$$(cat .venv/.place 2>/dev/null)" != "$(CURDIR)" ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then \
@@ -124,6 +124,7 @@ clean:
 	  .venv/bin/python -c 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))' || \
 	    say "$(TORCH_CPU_INDEX) has not answered: this torch brings CUDA libraries of several gigabytes"; \
 	fi; \
-	say "installing anabranch[$(EXTRA)] and what it needs (about a minute)"; \
-	pip install -q -c constraints.txt -e '.[$(EXTRA)]'
+	pip install -h | grep -q -- --group || pip install -q 'pip>=25.1'; \
+	say "installing $(WHAT) and what it needs (about a minute)"; \
+	pip install -q -c constraints.txt $(WHAT)
 	@touch .venv/.demo $@

@@ -4,8 +4,6 @@ import os
 import signal
 import sys
 
-from anabranch.runtime.package_check import refuse_intruders
-
 
 def main() -> int:
     """Run the command line and return its exit code."""
@@ -13,11 +11,9 @@ def main() -> int:
         # The kernel keeps from the first process of a container every signal that it has no handler for, and loading
         # takes seconds in which a container may be stopped.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    refuse_intruders()
-    # Not before, since it imports packages that an intruder may hide.
-    from anabranch.cli import app as cli
+    from anabranch.cli import main as run
 
-    return cli.main()
+    return run()
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import DamagedError
 from anabranch.core.files import MOST_BYTES, read_file
-from learner.errors import ModelError
-from learner.model.base_precision import stay_offline
-from learner.state_dir.safetensors_file import TensorFile
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.base_precision import stay_offline
+from anabranch.learner.state_dir.safetensors_file import TensorFile
 
 Pooling = Literal["mean", "first", "last"]
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"

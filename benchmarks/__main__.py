@@ -24,7 +24,6 @@ QUICK_MINUTES = {
     "serving": 2.0,
     "learner": 2.0,
     "mirror": 2.5,
-    "distillation": 1.5,
     "search": 3.0,
     "fresh_host": 3.0,
     "faults": 6.0,

@@ -28,11 +28,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.pipeline import Stream, broker, make_topic
 from benchmarks.harness.results import Form, Results, Target, options
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.reader.reader import BlockReader
 
 TARGETS = {
     "backfill_over_scan": Target(0.9, least=True),
@@ -132,7 +132,9 @@ class Backfill:
     @functools.cached_property
     def process(self) -> psutil.Process:
         """The ingest process."""
-        return next(child for child in psutil.Process().children() if "ingest" in " ".join(child.cmdline()))
+        popen = self._reader._process.popen
+        assert popen is not None
+        return psutil.Process(popen.pid)
 
 
 def backfill_rate(bootstrap: str, folder: Path, rows: int, schema: dict[str, Any]) -> float:

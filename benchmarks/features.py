@@ -35,19 +35,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.features.learned import FeatureLearning
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
 from benchmarks.harness.data import load
 from benchmarks.harness.flights import MIDDLE, SCALE
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.results import Results, Target, options
-from ingest.config import SchemaSettings
-from ingest.events.block import Array
-from ingest.events.schema import Schema
-from learner.config import LearnerSettings
-from learner.model.device import choose_precision
-from learner.model.features.learned import attach_features
-from learner.model.task import Classification
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
 
 FIRST = ("", "_first_10", "_first_50")
 OTHERS = ("shared", "embedding")
@@ -143,10 +145,10 @@ def prequential(
     classes = max(2, int(columns["label"].max()) + 1)
     label = {"name": "y", "classes": classes}
     schema = Schema(SchemaSettings.model_validate({"features": {"x": feature, **(more or {})}, "label": label}))
-    attach_features(model, schema, CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, schema))
     settings = LearnerSettings.model_validate({"optimizer": optimizer, "precision": "fp32"})
     precision = choose_precision("fp32", CPU)
-    trainer = Trainer(model, Classification(), STRATEGIES["none"](), schema, settings, CPU, precision)
+    trainer = Trainer(TrainingSetup(model, Classification(), STRATEGIES["none"](), schema, settings, CPU, precision))
     total, steps, rows = 0.0, 0, len(columns["label"])
     ones = np.ones(batch, np.float32)
     begin = time.process_time()

@@ -38,17 +38,51 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from anabranch.ingest.events.block import Array
+from anabranch.learner.model.growing.pool import POOL, parts_in, pool_of
+from anabranch.learner.versions.format import Versions
 from benchmarks.harness import data
-from benchmarks.harness.expert_versions import changed_numbers, part_sizes
 from benchmarks.harness.flights import MIDDLE, SCALE
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.memory_streams import EVENTS, IMAGES, MemoryStream, natural, prequential
 from benchmarks.harness.pipeline import BrokenRunError, Outcome, Stream, broker, pipeline, produce, run_through
 from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.strangers import SOURCES, stranger
-from ingest.events.block import Array
-from learner.model.growing.parts import pool_of
+
+
+def frozen_parts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the frozen experts, each with one row an expert."""
+    layers = {name: value for name, value in weights.items() if name.startswith(f"{POOL}.layers.")}
+    stacked = {name: value for name, value in layers.items() if ".open_" not in name}
+    return {**stacked, f"{POOL}.shift": weights[f"{POOL}.shift"]}
+
+
+def changed_numbers(state_dir: Path) -> tuple[int, int]:
+    """Return how many numbers of experts differ in the last version from any version since they were frozen, and how
+    many versions had a frozen expert."""
+    versions = Versions(state_dir / "versions")
+    every = [versions.weights(versions.manifest(number)) for number in versions.numbers()]
+    last, changed, compared = frozen_parts(every[-1]), 0, 0
+    for weights in every[:-1]:
+        compared += parts_in(weights) > 1
+        for name, value in frozen_parts(weights).items():
+            changed += int((value != last[name][: len(value)]).sum())
+    return changed, compared
+
+
+def part_sizes(model: nn.Module) -> tuple[float, float]:
+    """Return the parameters of an expert, and these with its class means in the router, as fractions of the model
+    without experts."""
+    pool = pool_of(model)
+    assert pool is not None
+    base = sum(each.numel() for name, each in model.named_parameters() if not name.startswith(POOL))
+    own = sum(each.numel() for name, each in pool.named_parameters() if "open_" in name)
+    of_router = sum(each.numel() for each in pool.router.parameters())
+    largest = int(torch.bincount(pool.router.owner).max())
+    return own / base, (own + of_router * largest / len(pool.router.owner)) / base
+
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -284,7 +318,7 @@ class SplitMnist:
     def accuracies(self, name: str, sections: Sections, model: Mapping[str, Any]) -> tuple[list[float], float]:
         """Return each seed's accuracy, and the steps a second of a learner."""
         accuracies, outcomes = self.outcomes(name, sections, model)
-        return accuracies, statistics.median(outcome.report.steps / outcome.seconds for outcome in outcomes)
+        return accuracies, statistics.median(outcome.steps_per_second for outcome in outcomes)
 
     def outcomes(self, name: str, sections: Sections, model: Mapping[str, Any]) -> tuple[list[float], list[Outcome]]:
         """Return each seed's accuracy and outcome."""
@@ -446,7 +480,7 @@ def _compare(setup: Setup, name: str, streams: Sequence[MemoryStream]) -> None:
         except BrokenRunError as exc:
             setup.results.remark(f"{key}: left out: {exc}")
             continue
-        rate = statistics.median(outcome.report.steps / outcome.seconds for outcome in outcomes)
+        rate = statistics.median(outcome.steps_per_second for outcome in outcomes)
         setup.add(key, scores, "%", f"{rate:.0f} steps/s")
         if policy == "uniform":
             uniform = scores
@@ -484,9 +518,7 @@ def main() -> None:
         broker(chosen.bootstrap) as bootstrap,
         ThreadPoolExecutor(chosen.jobs) as pool,
     ):
-        setup = Setup(
-            *(results, bootstrap, Path(folder).resolve(), range(chosen.seeds), pool, chosen.data, chosen.form)
-        )
+        setup = Setup(results, bootstrap, Path(folder).resolve(), range(chosen.seeds), pool, chosen.data, chosen.form)
         for part in chosen.only or PARTS:
             PARTS[part](setup)
             results.write(chosen)

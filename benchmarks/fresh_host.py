@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from anabranch.ingest.kafka.producer import EventProducer
 from benchmarks.harness.events import CLASSES, Events
 from benchmarks.harness.pipeline import (
     LearnerProcess,
@@ -36,7 +37,6 @@ from benchmarks.harness.pipeline import (
     schema_of,
 )
 from benchmarks.harness.results import Results, Target, options
-from ingest.kafka.producer import EventProducer
 from tests.support.s3 import started_s3
 
 PARTS = ("file", "s3")

@@ -39,6 +39,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from anabranch.learner.device.lease import Field, hold_server, learners
+from anabranch.testing.stores import plan_ahead
 from benchmarks.harness.events import Events
 from benchmarks.harness.gpu_learner import SLO, LearnerProcess, Saving, plain_loop
 from benchmarks.harness.gpu_models import CONVNET, MLP, SMALL_CONVNET, SMALL_MLP, Workload
@@ -46,8 +48,6 @@ from benchmarks.harness.gpu_server import Answers, ServerProcess, VersionWriter
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.stores import fill, open_store
-from learner.device_sharing.lease import Field, hold_server, learners
-from replay.fake import plan_ahead
 
 TARGETS = {
     "sample_seconds": Target(1e-4),
@@ -134,7 +134,7 @@ def sample(results: Results, bench: Bench) -> None:
             nonlocal step
             bench.synchronize()
             begin = time.perf_counter()
-            columns = store.sample(step, _BATCH).columns
+            columns = store.planner.sample(step, _BATCH).columns
             bench.synchronize()
             taken = time.perf_counter() - begin
             assert len(columns["label"]) == _BATCH

@@ -14,20 +14,191 @@ learner process.
 """
 
 import argparse
+import contextlib
+import multiprocessing
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from anabranch.commands.backtesting.delayed_labels import POLICIES
-from benchmarks.harness import early_labels, late_stream
+from anabranch.commands.backtest.batches import Numbering
+from anabranch.commands.backtest.delayed_labels import POLICIES, DelayedRun, LabelDelay, Policy
+from anabranch.commands.backtest.training import BacktestTraining
+from anabranch.config.loader import load_config
+from anabranch.ingest.events.block import IDENTITY_COLUMNS, Array
+from anabranch.ingest.events.identity import mix
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.labels import LabelStreamSettings
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.extensions.late_labels.join_part import JoinPart, open_join
+from anabranch.learner.settings.pipeline import PipelineSettings
+from benchmarks.harness import data, late_stream, models
+from benchmarks.harness.flights import MIDDLE, SCALE
 from benchmarks.harness.interleave import Spread
+from benchmarks.harness.memory import give_back, resident
 from benchmarks.harness.pipeline import broker
 from benchmarks.harness.results import Form, Results, Target, options
-from benchmarks.harness.waiting import waiting_bytes
+
+WAIT_HOURS = 12.0
+"""How long a flight waits for its alarm: 99.9 % of late flights land within it."""
+BATCH_SIZE = 32
+_KNOWN = "feature.known"
+_TEXT = """
+name = "flights"
+seed = {seed}
+[stream]
+topics = ["flights"]
+[schema.features]
+num = {{dtype = "float32", shape = [14]}}
+cat = {{dtype = "int64", shape = [3]}}
+[schema.label]
+name = "late"
+classes = 2
+[model]
+factory = "benchmark_models:tabular"
+args = {{middle = {middle}, scale = {scale}, categories = {categories}}}
+[learner]
+strategy = "none"
+batch_size = {batch_size}
+optimizer = {{name = "adamw", lr = 1e-3}}
+max_grad_norm = inf
+device = "cpu"
+precision = "fp32"
+"""
+
+
+def flights(folder: Path | None, rows: int | None = None, *, both: bool = False) -> dict[str, Array]:
+    """Return the columns of the first `rows` flights, in scheduled order.
+
+    `time` is when the prediction is due, `feature.known` when the label comes: the landing of late flights, 0 for those
+    in time, of which nobody reports anything. With `both`, it is the landing of all.
+    """
+    arrays = {name: array[:rows] for name, array in data.load("nycflights", folder).items()}
+    order = np.argsort(arrays["t"], kind="stable")
+    label = (arrays["delay"][order] > 15).astype(np.int64)
+    landed = arrays["t_label"][order].astype(np.float64)
+    return {
+        "feature.num": arrays["num"][order],
+        "feature.cat": arrays["cat"][order],
+        "label": label,
+        "labelled": np.ones(len(order), np.bool_),
+        "weight": np.ones(len(order), np.float32),
+        "time": arrays["t"][order].astype(np.float64),
+        _KNOWN: landed if both else np.where(label == 1, landed, 0.0),
+    }
+
+
+def log_loss(columns: Mapping[str, Array], policy: Policy, seed: int) -> float:
+    """Return the mean log loss of the predictions that are made when each flight's prediction is due."""
+    with contextlib.ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (path / "benchmark_models.py").write_bytes(Path(models.__file__).read_bytes())
+        training = BacktestTraining(_spec(path, columns, seed), torch.device("cpu"), "flights", stack)
+        run, numbering = DelayedRun(training, "none", policy, _delay()), Numbering()
+        for batch in _batches(columns):
+            run.add(numbering.add(batch), {})
+    return run.score.points[-1].overall_loss
+
+
+def _delay() -> LabelDelay:
+    return LabelDelay(_KNOWN, WAIT_HOURS * 3600, "negative")
+
+
+def _spec(folder: Path, columns: Mapping[str, Array], seed: int) -> PipelineSettings:
+    categories = (columns["feature.cat"].max(axis=0) + 1).tolist()
+    text = _TEXT.format(seed=seed, middle=MIDDLE, scale=SCALE, categories=categories, batch_size=BATCH_SIZE)
+    (folder / "pipeline.toml").write_text(text)
+    return load_config(folder / "pipeline.toml", {}).pipeline
+
+
+def _batches(columns: Mapping[str, Array]) -> Iterator[Mapping[str, Array]]:
+    for begin in range(0, len(columns["label"]), BATCH_SIZE):
+        yield {name: column[begin : begin + BATCH_SIZE] for name, column in columns.items()}
+
+
+_BATCH = 1000
+_BETWEEN_CHECKPOINTS = 10
+"""Batches."""
+_STRIDE = 1_000_003
+"""A prime: multiples of it are all numbers in another order."""
+_ROW_BYTES = 128
+_ENDLESS = 2**50
+_SCHEMA = Schema(
+    SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}})
+)
+
+
+def waiting_bytes(events: int, folder: Path) -> float:
+    """Return the bytes of memory that each of `events` events takes that wait, after half as many waited before them.
+
+    Meanwhile half as many others come and get labels in random order. `folder` gets the file with the payload.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as child:
+        return child.submit(_measure, events, folder).result()
+
+
+def _measure(events: int, folder: Path) -> float:
+    size = max(1_000_000, 4 * events * _ROW_BYTES)
+    settings = LabelStreamSettings.model_validate({"topics": ("labels",), "wait": "365d", "bytes": size})
+    part = open_join(settings, _SCHEMA, (2,), folder, None, first=True)
+    join = part.join
+    first = _fill(part, events // 2, 1)
+    give_back()
+    before, begun = resident(), join.events.waiting
+    _fill(part, events, first)
+    give_back()
+    growth = (resident() - before) / (join.events.waiting - begun)
+    join.payload.tier.close()
+    return growth
+
+
+def _fill(part: JoinPart, events: int, first: int) -> int:
+    """Let `events` wait with the next offsets from `first` on, then half as many more, each with a label for one of the
+    first ones; return the next offset."""
+    join = part.join
+    keys = np.arange(first, first + events) * _STRIDE % events + first
+    for begin in range(0, events * 3 // 2, _BATCH):
+        join.add_events(_events(first + begin), None)
+        if begin >= events:
+            join.add_labels(_labels(keys[begin - events : begin - events + _BATCH], first))
+            join.take(_BATCH)
+            join.settle()
+        join.advance(0, events_ms=_ENDLESS)
+        if begin // _BATCH % _BETWEEN_CHECKPOINTS == 0:
+            number = (first + begin) // _BATCH + 1
+            part.capture(number)
+            part.end(number, written=True)
+    return first + begin + _BATCH
+
+
+def _key(offsets: np.ndarray) -> np.ndarray:
+    return mix(offsets.astype(np.uint64))
+
+
+def _events(first: int) -> dict[str, Array]:
+    columns: dict[str, Array] = {name: np.zeros(_BATCH, dtype) for name, dtype in IDENTITY_COLUMNS.items()}
+    columns |= {name: np.zeros((_BATCH, *shape), dtype) for name, (dtype, shape) in _SCHEMA.payload().items()}
+    columns["offset"] = columns["time_ms"] = np.arange(first, first + _BATCH)
+    columns["key_hash"] = _key(columns["offset"])
+    return columns
+
+
+def _labels(offsets: np.ndarray, time_ms: int) -> dict[str, Array]:
+    return {
+        "key_hash": _key(offsets),
+        "label": np.ones(_BATCH, np.int64),
+        "labelled": np.ones(_BATCH, np.bool_),
+        "time_ms": np.full(_BATCH, time_ms),
+        "partition": np.zeros(_BATCH, np.int32),
+        "offset": np.zeros(_BATCH, np.int64),
+    }
+
 
 TARGETS = {
     "late_over_plain": Target(0.9, least=True),
@@ -71,12 +242,12 @@ def freshness(setup: Setup) -> None:
 def early(setup: Setup) -> None:
     """Compare the log loss of the three policies on the same flights, by seed."""
     results, rows = setup.results, _ROWS[setup.form]
-    results.title(f"flights: late ones get a label when they land, others none within {early_labels.WAIT_HOURS:g} h")
+    results.title(f"flights: late ones get a label when they land, others none within {WAIT_HOURS:g} h")
     for both in (False, True):
-        columns = early_labels.flights(setup.data, rows, both=both)
+        columns = flights(setup.data, rows, both=both)
         losses: dict[str, list[float]] = {}
         for policy in POLICIES:
-            losses[policy] = [early_labels.log_loss(columns, policy, seed) for seed in setup.seeds]
+            losses[policy] = [log_loss(columns, policy, seed) for seed in setup.seeds]
             name = f"{policy.replace('-', '_')}_log_loss" + ("_both_labels" if both else "")
             for seed, value in zip(setup.seeds, losses[policy], strict=True):
                 results.fact(f"{name}_seed_{seed}", value)

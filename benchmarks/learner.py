@@ -10,10 +10,13 @@
     tracing  the MLP with 1 % of the steps traced, over the MLP without tracing: one learner, switched between turns
     ranks    new events a second of two ranks on a topic of eight partitions, of which half have nine times as many
              events: over equal partitions, and those over one rank; left out of the quick form
+    overhead a model too small to matter, on events from memory: CPU time of the loop's thread that a plain loop in the
+             same thread does not take, of steps with 64 and with 512 new events
 
-The learner reads a live topic of packed rows, replays one old event for each new one, publishes every second and
-checkpoints every 30 seconds. The baseline loop trains the same model with the same optimizer, on as many new and old
-rows a step.
+In all parts but the last the learner reads a live topic of packed rows, replays one old event for each new one,
+publishes every second and checkpoints every 30 seconds. The baseline loop trains the same model with the same
+optimizer, on as many new and old rows a step. In the last part the plain loop takes its turns within the learner's
+process, between two blocks of events.
 
 Both have one thread of torch on the same core, and run in turns. During a turn of the baseline loop a signal stops the
 learner and its ingest process, and the producer sends nothing; the baseline loop waits during turns of the learner. The
@@ -32,18 +35,24 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.learner.status.report import LearnerReport
 from benchmarks.harness.baseline_loop import BaselineLoop, Loop
 from benchmarks.harness.cores import split
 from benchmarks.harness.event_feed import EventFeed
 from benchmarks.harness.interleave import Spread, interleave, ratio
+from benchmarks.harness.overhead import measure
 from benchmarks.harness.pipeline import (
     LearnerProcess,
     Stream,
@@ -56,10 +65,61 @@ from benchmarks.harness.pipeline import (
 )
 from benchmarks.harness.ranks import rates
 from benchmarks.harness.results import Form, Results, Target, options
-from benchmarks.harness.serving_tracing import MISSING, collector, has_exporter
-from benchmarks.harness.stream_reader import StreamReader
-from benchmarks.harness.tracing_switch import Ratios, Turn, alternate, switchable
-from learner.state_dir.report import LearnerReport
+from benchmarks.harness.serving_tracing import MISSING, Ratios, Turn, alternate, collector, has_exporter, switchable
+
+_POLL = timedelta(seconds=0.1)
+
+
+class StreamReader:
+    """A separate ingest process, whose blocks are released at a fixed rate; it ends with the context."""
+
+    def __init__(self, stream: Stream, form: str, feed: EventFeed) -> None:
+        settings = StreamSettings.model_validate(
+            {
+                "bootstrap_servers": stream.bootstrap,
+                "topics": [stream.topic],
+                "format": form,
+                "start": "latest",
+                "buffer_bytes": "8MB",  # so that little is read beyond what is released
+            }
+        )
+        schema = SchemaSettings.model_validate(stream.schema)
+        self._source = BlockReader(settings.resolved("stream_reader"), schema, HoldOut(fraction=0.01, seed=0))
+        self._feed = feed
+
+    def __enter__(self) -> "StreamReader":
+        self._source.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._source.close()
+
+    @contextlib.contextmanager
+    def reading(self, rate: float) -> Iterator[None]:
+        """Read `rate` events a second of what the feed sends, until the context ends."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._read, args=(rate, done))
+        self._source.pass_over()
+        self._feed.go_on()
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            self._feed.pause()
+
+    def _read(self, rate: float, done: threading.Event) -> None:
+        if rate == 0:  # on a machine that does other things the learner may have had no step
+            return
+        begin, rows = time.perf_counter(), 0
+        while not done.wait(max(0.0, begin + rows / rate - time.perf_counter())):
+            block = self._source.poll(_POLL)
+            if block is not None:
+                rows += len(block.columns["row"])
+                self._feed.read_by_others(len(block.columns["row"]))
+                self._source.release(block)
+
 
 TARGETS = {
     "mlp_over_baseline": Target(0.95, least=True),
@@ -67,6 +127,10 @@ TARGETS = {
     "uneven_over_even": Target(0.95, least=True),
     "tracing_over_off": Target(0.99, least=True),
     "tracing_busy_over_off": Target(1.01),
+    "overhead_64_seconds": Target(100e-6),
+    "overhead_512_seconds": Target(150e-6),
+    "tiny_64_over_plain": Target(0.9, least=True),
+    "tiny_512_over_plain": Target(0.9, least=True),
 }
 OPTIMIZER = {"name": "adamw", "lr": 1e-3}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
@@ -80,16 +144,18 @@ _TRACED_SECONDS, _TRACED_TURNS = 0.5, 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """Seconds of a turn, seconds of warm-up before it, rounds; events of the store; events and rounds of `ranks`."""
+    """Seconds of a turn, seconds of warm-up before it, rounds; events of the store; events and rounds of `ranks`;
+    events of a turn, and rounds, of `overhead`."""
 
     turn: float
     warm_up: float
     rounds: int
     stored: int = 10_000
     ranks: tuple[int, int] = (60_000, 7)
+    overhead: tuple[int, int] = (65_536, 12)
 
 
-SIZES = Sizes(0.6, 0.1, 1, 1_000, (1_600, 1)), Sizes(1.5, 0.5, 3), Sizes(8.0, 2.0, 8)
+SIZES = Sizes(0.6, 0.1, 1, 1_000, (1_600, 1), (8_192, 1)), Sizes(1.5, 0.5, 3), Sizes(8.0, 2.0, 8)
 """Of each form."""
 CORE, OTHERS = split()
 
@@ -177,7 +243,7 @@ def live(
     folder: Path,
     batch: int,
     more: Mapping[str, Any] | None = None,
-    program: Sequence[str] = ("-m", "learner"),
+    program: Sequence[str] = ("-m", "anabranch.learner"),
 ) -> Iterator[Live]:
     """A learner with a full store, stopped; `more`: sections of its config; `program`: how Python starts it."""
     generator = np.random.default_rng(0)
@@ -314,6 +380,18 @@ def ranks(results: Results, sizes: Sizes, bootstrap: str) -> None:
         results.add(f"ranks_rows_per_second_{name}", Spread.of(rows))
 
 
+def overhead(results: Results, sizes: Sizes, _bootstrap: str) -> None:
+    """Measure a model that is too small to matter."""
+    results.title("overhead: 64 to 32 to 10, events from memory; CPU time of the loop's thread")
+    events, rounds = sizes.overhead
+    for batch in (64, 512):
+        turns = measure(batch, events // batch, rounds, OPTIMIZER)
+        more = [learner - plain for learner, plain in zip(turns.learner, turns.plain, strict=True)]
+        results.add(f"overhead_{batch}_seconds", Spread.of(more), f"{batch} new and {batch} old events a step")
+        results.add(f"tiny_{batch}_over_plain", ratio(turns.plain, turns.learner))
+        results.add(f"tiny_{batch}_plain_seconds", Spread.of(turns.plain))
+
+
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
     """Allow all cores to processes that are started in the block."""
@@ -334,8 +412,9 @@ PARTS: dict[str, Callable[[Results, Sizes, str], None]] = {
     "formats": formats,
     "tracing": tracing,
     "ranks": ranks,
+    "overhead": overhead,
 }
-_QUICK_PARTS = ["mlp", "convnet", "tracing"]
+_QUICK_PARTS = ["mlp", "convnet", "tracing", "overhead"]
 
 
 def main() -> None:

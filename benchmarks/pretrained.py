@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.versions.format import Versions
 from benchmarks.harness import data, pretrained_swaps
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.pipeline import Stream, broker, pipeline, published, run_through
 from benchmarks.harness.results import Form, Results, Target, options
 from benchmarks.harness.texts import CLASSES, Texts, accuracy, ids_of, load_texts, produce_texts, write_minilm
-from learner.state_dir.bases import bases_in
-from learner.state_dir.version import Versions
 
 Sections = Mapping[str, Mapping[str, Any]]
 

@@ -25,18 +25,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.examples import examples_of
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.replay.store import Store
+from anabranch.testing.stores import add_now, plan_ahead
 from benchmarks.harness.events import PARTITIONS, Events
 from benchmarks.harness.interleave import Spread, ratio
 from benchmarks.harness.results import Results, options
 from benchmarks.harness.stores import drop_page_cache, fill, open_store
-from learner.config import LearnerSettings
-from learner.model.device import choose_precision
-from learner.model.task import Classification
-from learner.strategies.examples import examples_of
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
-from replay.fake import add_now, plan_ahead
-from replay.store import Store
 
 BATCH = 64
 ARMS = ("large", "disk", "cold")
@@ -56,7 +57,9 @@ class Arm:
         settings = LearnerSettings()
         precision = choose_precision(settings.precision, device)
         self._trainer = Trainer(
-            model.to(device), Classification(), STRATEGIES["er"](), EVENTS.schema, settings, device, precision
+            TrainingSetup(
+                model.to(device), Classification(), STRATEGIES["er"](), EVENTS.schema, settings, device, precision
+            )
         )
         self._step = 0
         self._next = 10**9
@@ -71,7 +74,7 @@ class Arm:
         begin = time.perf_counter()
         for _ in range(steps):
             new = EVENTS.columns(self._next, BATCH)
-            sample = self.store.sample(self._step, BATCH)
+            sample = self.store.planner.sample(self._step, BATCH)
             self._trainer.step(self._trainer.examples(new), examples_of(sample, (len(sample),)))
             self._step += 1
             self._next += BATCH

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
+from anabranch.replay.embedding_index.client import NeighbourClient
 from benchmarks.harness.results import Results, Target, options
-from replay.embedding_index.client import NeighbourClient
 
 TARGETS = {
     "factors_similar_recall_at_10": Target(0.9, least=True),
@@ -102,7 +102,7 @@ def measure(rows: int, dim: int, seconds: float, kind: str = "factors") -> dict[
 def _fill(index: NeighbourClient, embedding: np.ndarray) -> None:
     ids, taken = np.arange(len(embedding)), 0
     while taken < len(ids):
-        more = index.add(ids[taken : taken + _PART], embedding[taken : taken + _PART], 0)
+        more = index.add(ids[taken : taken + _PART] << 32, embedding[taken : taken + _PART], 0)
         taken += more
         if not more:
             time.sleep(0.001)
@@ -115,7 +115,6 @@ def _settle(index: NeighbourClient) -> None:
         before = index.reports
         while index.reports == before:
             index.answers()
-            index.assigned()
             time.sleep(0.01)
         stats = index.stats()
         quiet = quiet + 1 if stats.waiting <= 1 and not stats.process.renewing else 0
@@ -126,7 +125,7 @@ def _steps(
 ) -> tuple[np.ndarray, list[float], float]:
     """Take steps, and return the time and CPU time that each spent in calls, the delays of answers, the part answered.
 
-    Row i of `embedding` is kept as that of id i: those that are removed come back with others.
+    Row i of `embedding` is kept as that of row i: those that are removed come back with others.
     """
     work = rng.random((128, 128), np.float32)
     news, asked_for = (KINDS[kind](8192, embedding.shape[1], rng) for _ in range(2))
@@ -139,14 +138,13 @@ def _steps(
         new = news[first : first + BATCH]
         queries, renewed = asked_for[first : first + BATCH], embedding[again]
         before, cpu = time.perf_counter(), time.thread_time()
-        index.remove(out)
-        taken = index.add(out, new, step)
-        index.add(again, renewed, step)
+        index.remove(out << 32)
+        taken = index.add(out << 32, new, step)
+        index.add(again << 32, renewed, step)
         if index.query(step, queries, K):
             asked[step] = before
         answers = index.answers()
         index.stale(BATCH)
-        index.assigned()
         index.clusters()
         now = time.perf_counter()
         calls.append((now - before, time.thread_time() - cpu))
@@ -168,7 +166,7 @@ def _recall(index: NeighbourClient, embedding: np.ndarray, queries: np.ndarray) 
         part = embedding[begin : begin + 65536]
         distance[:, begin : begin + len(part)] = (part**2).sum(axis=1) - 2 * queries @ part.T
     exact = np.argpartition(distance, K, axis=1)[:, :K]
-    return float(np.mean([np.isin(right, ids).mean() for right, ids in zip(exact, answers[0], strict=True)]))
+    return float(np.mean([np.isin(right, ids >> 32).mean() for right, ids in zip(exact, answers[0], strict=True)]))
 
 
 def _cpu_seconds(index: NeighbourClient) -> float:

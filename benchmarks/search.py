@@ -1,4 +1,4 @@
-"""Live search: settings that start 100 times off, promotions of challengers that are no better, and its cost.
+"""Live search: settings that start 100 times off, and its cost.
 
     python -m benchmarks.search [--quick] [--json FILE] [--save] [--only PART ...] [--data DIR] [--seeds N]
                                 [--rows N] [--jobs N]
@@ -10,25 +10,16 @@ The accuracy is prequential: of each event before it is trained on, in percent, 
               `given` is a learning rate that a person would write, `best` the best of a grid of fixed ones for each
               seed, in hindsight. `low` and `high` start 100 times below and above the given one, `kept` starts with it,
               and each searches with the defaults. `fixed_low` and `fixed_high` are the same starts without a search
-    same      challengers that are as good as the model, made of random numbers, so that there are many: the test alone.
-              Each has to end without a promotion
-    networks  challengers with their own networks, on made-up events whose classes another network decides: `equal`
-              ones have the size of the model, and `wider` ones more than its two units. How many are reported as better
-    river     River's selection among networks, with one learning rate for each power of ten of the same range, on the
-              same streams: successive halving with as many updates as a search takes, and a bandit; also CapyMOA's
-              halving where that is installed, with Java. Networks take the steps of the learner's trainer. A lead is
-              by how much the search is above a halving, started 100 times off
     cost      steps a second with a search over those without, in turns
 """
 
 import argparse
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +27,71 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.extensions.search.extension import ChallengerSearch
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.features.numbers import LIMIT, Moments
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.search import SearchSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from benchmarks.harness.data import load
 from benchmarks.harness.interleave import Spread, interleave, ratio
-from benchmarks.harness.natural_streams import STREAMS, LabelledStream, stream
 from benchmarks.harness.results import Results, Target, options
-from learner.config import LearnerSettings
-from learner.model.device import choose_precision
-from learner.model.task import Classification
-from learner.search.evidence import Evidence, log_threshold
-from learner.search.networks import NETWORK_TEACHING, NetworkSpec
-from learner.search.pool import SAVED
-from learner.search.trainer import SearchingTrainer
-from learner.sections.search import SearchSettings
-from learner.strategies.registry import STRATEGIES
-from learner.strategies.teacher_loss import TeacherLoss
-from learner.training.trainer import Trainer
 
-PARTS = ("streams", "same", "networks", "river", "cost")
+STREAMS = ("elec2", "flights", "airlines", "mnist")
+
+
+@dataclass(frozen=True)
+class LabelledStream:
+    """Numbers `[N, D]`, float32, and classes `[N]`, int64."""
+
+    x: Array
+    y: Array
+
+    @property
+    def schema(self) -> Schema:
+        """One feature, one label."""
+        feature = {"dtype": "float32", "shape": [self.x.shape[1]]}
+        label = {"name": "y", "classes": int(self.y.max()) + 1}
+        return Schema(SchemaSettings.model_validate({"features": {"x": feature}, "label": label}))
+
+
+def stream(name: str, data: Path | None, rows: int, batch: int) -> LabelledStream:
+    """Return the first events of a stream; tabular numbers are scaled as `scale = "standard"` scales them."""
+    if name == "elec2":
+        arrays = load("elec", data)
+        x, y = arrays["x"], arrays["y"]
+    elif name == "mnist":
+        arrays = load("mnist", data)
+        x, y = arrays["x_train"], arrays["y_train"]
+    else:
+        arrays = load("nycflights", data)
+        x, y = arrays["num"], arrays["delay"] > 15 if name == "flights" else arrays["cat"][:, 0]
+    x, y = x[:rows].astype(np.float32), np.unique(y[:rows], return_inverse=True)[1].astype(np.int64)
+    return LabelledStream(x / np.float32(255.0) if name == "mnist" else scaled(x, batch), y)
+
+
+def scaled(x: Array, size: int) -> Array:
+    """Return numbers `[N, D]` scaled by the moments of all events before their batch of `size`, as the learner does.
+
+    A number that has been constant so far is 0. By the deviation of its first events, which is that of rounding, the
+    first other value would be a million.
+    """
+    parts, moments = list[Array](), Moments.of(np.zeros((0, x.shape[1])))
+    for start in range(0, len(x), size):
+        batch, deviation = x[start : start + size].astype(np.float64), moments.deviation
+        factor = np.where(deviation > 0, 1 / np.where(deviation > 0, deviation, 1), 0)
+        parts.append(((batch - moments.mean) * factor).clip(-LIMIT, LIMIT).astype(np.float32))
+        moments = moments.merged(Moments.of(batch))
+    return np.concatenate(parts)
+
+
+PARTS = ("streams", "cost")
 TARGETS = {
     "low_near_best_fraction": Target(0.9, least=True),
     "high_near_best_fraction": Target(0.9, least=True),
@@ -60,10 +100,6 @@ TARGETS = {
     "low_gap_to_start_points": Target(0.3),
     "high_gap_to_start_points": Target(0.3),
     "kept_gap_to_given_points": Target(0.3),
-    "same_promotions_over_judgements": Target(1e-3),
-    **{
-        f"{peer}_lead_{arm}_points": Target(0.0, least=True) for peer in ("river", "capymoa") for arm in ("low", "high")
-    },
     "cost_steps_over_off": Target(0.8, least=True),
 }
 _NEAR = {"best": 0.5, "given": 0.3, "start": 0.3}
@@ -83,10 +119,10 @@ _MOST_ROWS = 100_000
 class Network(nn.Module):
     """Two hidden layers."""
 
-    def __init__(self, numbers: int, classes: int, units: int = 64) -> None:
+    def __init__(self, numbers: int, classes: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            *(nn.Linear(numbers, units), nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, classes))
+            nn.Linear(numbers, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, classes)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,27 +137,19 @@ def trainer_of(
     search: Mapping[str, Any] | None,
     seed: int,
     folder: Path,
-    networks: NetworkSpec | None = None,
 ) -> Trainer:
-    """Return a trainer with Adam, which searches where `search` is given; `networks` has the model's size, if given."""
+    """Return a trainer with Adam, which searches where `search` is given."""
     torch.manual_seed(seed)
     schema = events.schema
-    units = {} if networks is None else networks.args
-    model = Network(events.x.shape[1], schema.label.classes or 1, **units)
+    model = Network(events.x.shape[1], schema.label.classes or 1)
     settings = LearnerSettings.model_validate({"optimizer": {"name": "adam", "lr": lr}, "precision": "fp32"})
-    arguments: dict[str, Any] = {
-        "model": model,
-        "task": Classification(),
-        "strategy": STRATEGIES["none"](),
-        "schema": schema,
-        "settings": settings,
-        "device": CPU,
-        "precision": choose_precision("fp32", CPU),
-    }
+    setup = TrainingSetup(
+        model, Classification(), STRATEGIES["none"](), schema, settings, CPU, choose_precision("fp32", CPU)
+    )
     if search is None:
-        return Trainer(**arguments)
+        return Trainer(setup)
     chosen = SearchSettings.model_validate(search)
-    return SearchingTrainer(chosen, seed, folder, STRATEGIES["none"], networks, **arguments)
+    return Trainer(setup, wrappers=[ChallengerSearch(chosen, seed, folder, setup, STRATEGIES["none"])])
 
 
 def run(
@@ -197,108 +225,6 @@ def stream_of(name: str, data: Path | None, rows: int) -> LabelledStream:
     return stream(name, data, rows, BATCH)
 
 
-def river(data: Path | None, rows: int, seeds: int, folder: Path, results: Results) -> None:
-    """Add the accuracy of River's and CapyMOA's selectors of models, and how far the search is above their halving.
-
-    Left out where River is not installed, as with the extra `bench` alone.
-    """
-    if find_spec("river") is None:
-        results.remark("river: left out, since river is missing")
-        return
-    from benchmarks.harness.river_selection import RATES, Member, epsilon_greedy, right, successive_halving
-
-    if not (with_capymoa := find_spec("capymoa") is not None):
-        results.remark("capymoa: left out, since capymoa is missing")
-    leads: dict[str, list[float]] = {}
-    for name in STREAMS:
-        results.title(f"{name}: River's selection")
-        events = stream(name, data, rows, BATCH)
-        found: dict[str, list[float]] = {}
-        for seed in range(seeds):
-
-            def members(events: LabelledStream = events, seed: int = seed) -> list[Member]:
-                return [Member(trainer_of(events, lr, None, seed, folder), BATCH) for lr in RATES]
-
-            arms = {
-                "river_halving": successive_halving(members(), len(events.y), SAVED * BATCH),
-                "river_bandit": epsilon_greedy(members(), seed, BATCH),
-            }
-            if with_capymoa:
-                from benchmarks.harness.capymoa_selection import Halving
-
-                arms["capymoa_halving"] = Halving(members(), int(events.y.max()) + 1, len(events.y), SAVED * BATCH)
-            for arm, selector in arms.items():
-                found.setdefault(arm, []).append(100 * right(selector, events.x, events.y) / len(events.y))
-            for arm, lr in (("low", GIVEN / OFF), ("high", GIVEN * OFF)):
-                accuracy, _ = run(events, lr, seed, folder, {"promote": "auto"})
-                for halving in (each for each in arms if each.endswith("_halving")):
-                    lead = f"{halving.removesuffix('_halving')}_lead_{arm}_points"
-                    leads.setdefault(lead, []).append(accuracy - found[halving][-1])
-        for arm, values in found.items():
-            results.add(f"{name}_{arm}", spread(values), f"{seeds} seeds, {len(events.y)} events", "%")
-    results.title("all streams and seeds: above successive halving")
-    for key, values in leads.items():
-        ahead = sum(value >= 0 for value in values)
-        results.add(key, spread(values), f"the mean; {ahead} of {len(values)} are ahead", "points")
-
-
-def same(judgements: int, steps: int, results: Results) -> None:
-    """Add how many challengers that are as good as the model are promoted: the test alone, without a model.
-
-    Each judgement is the first of its model, which has the largest part of the error rate. With `persistent` luck one
-    of the two is better for 16 steps, before the other may be: the mean given earlier steps is not 0 then, so that the
-    bound does not hold.
-    """
-    for key, lasts in (("same_promotions_over_judgements", 1), ("same_persistent_over_judgements", 16)):
-        generator, promoted = np.random.default_rng(0), 0
-        for _ in range(judgements):
-            level = np.repeat(generator.uniform(0.5, 0.95, steps // 16), 16)
-            luck = np.repeat(generator.choice((-0.05, 0.0, 0.05), steps // lasts), lasts)
-            own, its = (generator.binomial(BATCH, np.clip(level + sign * luck, 0, 1)) for sign in (-1, 1))
-            evidence, threshold = Evidence(), log_threshold(1)
-            for difference in ((its - own) / BATCH).tolist():
-                evidence.add(difference)
-                if evidence.log_wealth >= threshold:
-                    promoted += 1
-                    break
-        results.add(key, promoted / judgements, f"{promoted} of {judgements}, each read {steps} times")
-
-
-def networks(seeds: int, steps: int, folder: Path, results: Results) -> None:
-    """Add how many networks are reported that have the size of the model, and that are wider than a too narrow one."""
-    search = {"challengers": 2, "share": 0.5, "space": {"model.args.units": (2, 34)}}
-    for arm, units in (("equal", 16), ("wider", 2)):
-        outcomes, first = Counter[str](), list[float]()
-        for seed in range(seeds):
-            events = of_a_network(steps * BATCH, seed)
-
-            def build(args: Mapping[str, Any], arm: str = arm, units: int = units) -> nn.Module:
-                return Network(10, 4, units if arm == "equal" else args["units"])
-
-            spec = NetworkSpec({"units": units}, build, TeacherLoss(Classification(), *NETWORK_TEACHING))
-            trainer = trainer_of(events, 1e-2, search, seed, folder, spec)
-            advance(trainer, events, range(0, len(events.y), BATCH))
-            report = trainer.search_report
-            assert report is not None
-            outcomes.update(report.outcomes)
-            better = [each.step for each in report.history if each.outcome == "better"]
-            first += better[:1]
-        judged = sum(outcomes.values())
-        remark = f"{outcomes['better']} of {judged} that ended, in {seeds} streams of {steps} steps"
-        results.add(f"networks_{arm}_reported", outcomes["better"] / max(1, judged), remark)
-        if first:
-            remark = f"in the {len(first)} of {seeds} streams with any"
-            results.add(f"networks_{arm}_first_step", spread(first), remark, "steps")
-
-
-def of_a_network(rows: int, seed: int) -> LabelledStream:
-    """Return events of ten numbers whose class of four is the largest output of a network with random weights."""
-    generator = np.random.default_rng(seed)
-    x = generator.normal(size=(rows, 10)).astype(np.float32)
-    hidden = np.tanh(x @ generator.normal(size=(10, 24)))
-    return LabelledStream(x, (hidden @ generator.normal(size=(24, 4))).argmax(axis=1))
-
-
 def cost(steps: int, rounds: int, folder: Path, results: Results) -> None:
     """Add steps a second with a search over those without."""
     generator, rows = np.random.default_rng(0), (_FIRST_STEPS + steps) * BATCH
@@ -339,14 +265,6 @@ def main() -> None:
         seeds = chosen.seeds or (1, 1, 5)[chosen.form]
         if "streams" in parts:
             streams(chosen.data, rows, seeds, chosen.jobs, results)
-        if "same" in parts:
-            results.title("challengers that are as good as the model")
-            same((10, 200, 2000)[chosen.form], 512, results)
-        if "networks" in parts:
-            results.title("challengers with their own networks")
-            networks((1, 4, 20)[chosen.form], (100, 3000, 3000)[chosen.form], folder, results)
-        if "river" in parts:
-            river(chosen.data, rows, seeds, folder, results)
         if "cost" in parts:
             results.title("the cost of a search with the default share")
             cost((20, 2000, 10_000)[chosen.form], (1, 3, 3)[chosen.form], folder, results)

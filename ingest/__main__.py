@@ -1,4 +1,4 @@
-"""`python -m ingest --connection FD --ring FD`: the ingest process, which the learner starts."""
+"""`python -m anabranch.ingest --connection FD --ring FD`: the ingest process, which the learner starts."""
 
 import argparse
 import contextlib
@@ -7,20 +7,22 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from pydantic import ValidationError
+
 from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.core.logs import LogSettings, add_log_options, configure_logging
-from ingest.backfill.build import history_of
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import BlockLayout
-from ingest.events.hold_out import shuffle_seed
-from ingest.events.schema import Schema
-from ingest.kafka.registry import CLIENTS
-from ingest.schema_registry.cache import writer_schemas
-from ingest.transport.protocol import Begin, Failed, receive_in_ingest, send
-from ingest.transport.shared_ring import SharedRing
-from ingest.worker.block_builder import BlockBuilder
-from ingest.worker.decoding_limits import DecodingLimits
-from ingest.worker.worker import IngestWorker, StoppedError
+from anabranch.ingest.backfill.build import history_of
+from anabranch.ingest.events.block import BlockLayout
+from anabranch.ingest.events.hold_out import shuffle_seed
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.registry import CLIENTS
+from anabranch.ingest.schema_registry.cache import writer_schemas
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.transport.protocol import Begin, Failed, receive_in_ingest, send
+from anabranch.ingest.transport.shared_ring import SharedRing
+from anabranch.ingest.worker.block_builder import BlockBuilder
+from anabranch.ingest.worker.decoding_limits import DecodingLimits
+from anabranch.ingest.worker.worker import IngestWorker, StoppedError
 
 
 def main() -> int:
@@ -41,10 +43,14 @@ def main() -> int:
         return 0
     if not isinstance(message, Begin):
         return 0  # the learner ended before it began
-    stream = StreamSettings.model_validate_json(message.stream)
+    sys.path += [folder for folder in message.path if folder not in sys.path]
     try:
+        stream = StreamSettings.model_validate_json(message.stream)
         schema = Schema(SchemaSettings.model_validate_json(message.schema), stream.labels)
         shared = SharedRing(BlockLayout(schema), int(stream.buffer_bytes), arguments.ring)
+    except ValidationError as exc:  # of a module that is imported for the first time in this process
+        send(connection, Failed(SettingsError.__name__, exc.errors()[0]["msg"].removeprefix("Value error, ")))
+        return 0
     except SettingsError as exc:
         send(connection, Failed(type(exc).__name__, str(exc)))
         return 0
@@ -58,9 +64,8 @@ def _read(connection: Connection, begin: Begin, stream: StreamSettings, schema: 
         try:
             client = CLIENTS[stream.client](stream)
             stack.callback(client.close)
-            schemas = writer_schemas(stream)
             hold_out = HoldOut.model_validate_json(begin.hold_out)
-            assembler = BlockBuilder(schema, stream, hold_out, schemas)
+            assembler = BlockBuilder(schema, stream, hold_out, writer_schemas(stream), traced=begin.traced)
             history = history_of(stream, schema, shuffle_seed(hold_out))
             if history is not None:
                 stack.callback(history.close)
@@ -70,11 +75,9 @@ def _read(connection: Connection, begin: Begin, stream: StreamSettings, schema: 
                 assembler,
                 ring,
                 connection,
-                schemas=schemas,
                 history=history,
                 limits=DecodingLimits(ring.mark, begin.suspects, begin.refused, has_limit=True),
                 read_only=begin.read_only,
-                traced=begin.traced,
             )
             worker.run(begin.positions, begin.marks)
         except (StoppedError, BrokenPipeError, ConnectionError):

@@ -1,4 +1,4 @@
-"""Counters of ingest, moved by the learner, since it decides outcomes; `learner.metrics` has its other metrics."""
+"""Counters of ingest, moved by the learner, since it decides outcomes; its others are in `learner.status.metrics`."""
 
 from prometheus_client import CollectorRegistry, Counter
 

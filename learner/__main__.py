@@ -1,7 +1,8 @@
-"""`python -m learner -c pipeline.toml`: the learner by itself.
+"""`python -m anabranch.learner -c pipeline.toml`: the learner by itself.
 
 Exit codes are those of `anabranch.runtime.lifecycle.Exit`. With `learner.replicas` it launches ranks of itself, and
-passes each a folder with its assignment. Under torchrun, `torchrun ... -m learner -c pipeline.toml`, it is one rank.
+passes each a folder with its assignment. Under torchrun, `torchrun ... -m anabranch.learner -c pipeline.toml`, it is
+one rank.
 """
 
 import argparse
@@ -20,11 +21,10 @@ from anabranch.runtime.daemon import enter, exit_at_once
 
 if TYPE_CHECKING:
     from anabranch.config.loader import Config
-    from learner.build import LearnerSpec
-    from learner.config import LearnerSettings
-    from learner.distributed.process_group import RankAssignment
+    from anabranch.learner.parallel.process_group import RankAssignment
+    from anabranch.learner.settings.pipeline import PipelineSettings
 
-log = logging.getLogger("learner")
+log = logging.getLogger("anabranch.learner")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,9 +55,9 @@ def prepare() -> None:
     try:
         import torch
 
-        import learner.run  # noqa: F401 takes seconds
-        from learner.config import OptimizerSettings
-        from learner.training.optimizers import build_optimizer
+        import anabranch.learner.assembly  # noqa: F401 takes seconds
+        from anabranch.learner.settings.learner import OptimizerSettings
+        from anabranch.learner.train.optimizers import build_optimizer
 
         build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
     finally:
@@ -66,17 +66,17 @@ def prepare() -> None:
 
 def learn_config(config: "Config", stop: threading.Event) -> None:
     """Run the learner of a config until `stop` is set."""
-    from ingest.reader.reader import BlockReader
+    from anabranch.ingest.reader.reader import BlockReader
 
     pipeline = config.pipeline
     source = BlockReader(pipeline.stream, pipeline.events, None, traced=pipeline.tracing is not None)
     source.start()  # its process gets ready while torch is imported in this one
     gc.disable()  # until all is built: that makes no garbage
     try:
-        from learner.run import learn
+        from anabranch.learner.assembly import learn
 
         with _shortage_ends(stop):
-            learn(deployment_of(config), stop, source=source)
+            learn(config.pipeline, stop, source=source)
     finally:
         source.close()
 
@@ -85,14 +85,14 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
     """Run all ranks of this host; return the exit code that rank 0 wrote."""
     _log_no_frames()
     from anabranch.core.logs import log_arguments
-    from learner.distributed.launcher import launch
-    from learner.distributed.process_group import record_collectives
-    from learner.runtime.profiler import FOLDER
+    from anabranch.learner.parallel.launcher import launch
+    from anabranch.learner.parallel.process_group import record_collectives
+    from anabranch.learner.state_dir.folders import TRACES
 
     settings = config.pipeline.learner
     if settings.device != "cpu":
-        record_collectives(config.state_dir / FOLDER)
-    command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path), *log_arguments())
+        record_collectives(config.state_dir / TRACES)
+    command = (sys.executable, "-P", "-m", "anabranch.learner", *config.arguments(), *log_arguments())
     return launch(settings, command, stop)
 
 
@@ -116,8 +116,14 @@ def _alike(config: "Config") -> "dict[str, object]":
 
 def _rank(group: Path, arguments: list[str]) -> int:
     """Run one of the launcher's ranks, and return its exit code; 0 means that it must not be restarted."""
-    from learner.distributed.launcher import REFUSED, leave_rows, read_assignment, stop_with_launcher, write_outcome
-    from learner.distributed.process_group import exiting_at_once
+    from anabranch.learner.parallel.launcher import (
+        REFUSED,
+        leave_rows,
+        read_assignment,
+        stop_with_launcher,
+        write_outcome,
+    )
+    from anabranch.learner.parallel.process_group import exiting_at_once
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
         gc.disable()  # as `learn_config` does
@@ -126,7 +132,7 @@ def _rank(group: Path, arguments: list[str]) -> int:
         changes = {} if assignment.rows is None else {"micro_batch_size": assignment.rows}
         settings = config.pipeline.learner.model_copy(update=changes)
         with _lost_ranks_end(stop, functools.partial(leave_rows, group)):
-            _lead_or_follow(deployment_of(config, settings), stop, assignment)
+            _lead_or_follow(config.pipeline.with_changes(learner=settings), stop, assignment)
 
     with exiting_at_once():
         code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
@@ -141,18 +147,17 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
     """Run one of torchrun's ranks, and return its exit code."""
     _log_no_frames()
     from anabranch.core.errors import DependencyError, SettingsError
-    from learner.distributed.process_group import RankAssignment, device_of, exiting_at_once, record_collectives
+    from anabranch.learner.parallel.process_group import RankAssignment, device_of, exiting_at_once, record_collectives
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
-        from learner.compatibility import facts
-        from learner.distributed import torchrun
-        from learner.runtime.profiler import FOLDER
+        from anabranch.learner.parallel import torchrun
+        from anabranch.learner.settings.compatibility import facts
+        from anabranch.learner.state_dir.folders import TRACES
 
         gc.disable()  # as `learn_config` does
         torchrun.ignore_further_signals()
         pipeline, started = config.pipeline, torchrun.TorchrunRank.of(os.environ)
-        sections = pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing, pipeline.model
-        chosen = facts(*sections, pipeline.events, searches=pipeline.search is not None)
+        chosen = facts(pipeline)
         heartbeat, refusal = torchrun.RankHeartbeat(stop), None
         with _lost_ranks_end(stop):
             store = started.connect()
@@ -167,8 +172,8 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
                 refusal = exc
             torchrun.agree(store, started.rank, started.size, refusal or alike)
             if settings.device != "cpu" and started.is_on_host_0:
-                record_collectives(config.state_dir / FOLDER)
-            _lead_or_follow(deployment_of(config, settings), stop, assignment)
+                record_collectives(config.state_dir / TRACES)
+            _lead_or_follow(config.pipeline.with_changes(learner=settings), stop, assignment)
         if heartbeat.stopped_by_another:
             # With exit code 0 torchrun would wait five minutes for the other hosts, and then report success.
             log.error("rank %d ends: another host was stopped", started.rank)
@@ -181,13 +186,12 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
     return 0
 
 
-def _lead_or_follow(deployment: "LearnerSpec", stop: threading.Event, assignment: "RankAssignment") -> None:
+def _lead_or_follow(spec: "PipelineSettings", stop: threading.Event, assignment: "RankAssignment") -> None:
     """Run a rank until `stop` is set."""
-    from learner.run import learn
-    from learner.run_follower import follow_leader
+    from anabranch.learner.assembly import follow_leader, learn
 
     run = learn if assignment.rank == 0 else follow_leader
-    run(deployment, stop, assignment)
+    run(spec, stop, assignment)
 
 
 @contextlib.contextmanager
@@ -196,7 +200,7 @@ def _lost_ranks_end(stop: threading.Event, leave_rows: Callable[[int], None] = l
 
     `leave_rows` takes the number of events that may fit, after this rank ran out of memory.
     """
-    from learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
+    from anabranch.learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
 
     rank = os.environ["RANK"]
     try:
@@ -222,7 +226,7 @@ def _shortage_ends(stop: threading.Event) -> Iterator[None]:
 
     So does an order to undo events. Unless `stop` was set meanwhile: then the block just ends.
     """
-    from learner.errors import MemoryShortageError, UndoRequestedError
+    from anabranch.learner.errors import MemoryShortageError, UndoRequestedError
 
     try:
         yield
@@ -230,44 +234,6 @@ def _shortage_ends(stop: threading.Event) -> Iterator[None]:
         if not stop.is_set():
             log.error("%s", exc)  # noqa: TRY400 the sentence says all
             sys.exit(1)
-
-
-def deployment_of(config: "Config", settings: "LearnerSettings | None" = None) -> "LearnerSpec":
-    """Return the sections that a learner needs, with these `settings` as `[learner]` if they are given."""
-    from learner.build import LearnerSpec
-    from learner.device_sharing.sharing import DeviceSharingSpec
-    from learner.search.latency import ServedBatch
-
-    pipeline = config.pipeline
-    return LearnerSpec(
-        name=pipeline.name,
-        stream=pipeline.stream,
-        events=pipeline.events,
-        model=pipeline.model,
-        learner=pipeline.learner if settings is None else settings,
-        replay=pipeline.replay,
-        versions=pipeline.versions,
-        checkpoints=pipeline.checkpoints,
-        gate=pipeline.gate,
-        seed=pipeline.seed,
-        folder=config.folder,
-        state_dir=config.state_dir,
-        read_token=pipeline.serving.tokens.read.get_secret_value(),
-        device_sharing=DeviceSharingSpec(
-            settings=pipeline.device_sharing,
-            slo=pipeline.serving.slo,
-            patience=pipeline.serving.timeout,
-            fixed=pipeline.learner.deterministic,
-        ),
-        admin_token=pipeline.serving.tokens.admin.get_secret_value(),
-        device=pipeline.device,
-        storage=pipeline.storage,
-        canary=pipeline.serving.canary,
-        tracing=pipeline.tracing,
-        mlflow=pipeline.mlflow,
-        search=pipeline.search,
-        served=ServedBatch(pipeline.serving.max_batch, pipeline.serving.slo - pipeline.serving.max_delay),
-    )
 
 
 if __name__ == "__main__":

@@ -1,33 +1,63 @@
 """The training loop: reads batches, trains on them, settles their outcomes, publishes versions."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
-from anabranch.core.tracing.spans import current_tracer
-from ingest.events.block import Outcome, SkipReason
-from ingest.events.partition import TopicPartition
-from ingest.reader.cursors import Partition
-from learner.config import LearnerSettings
-from learner.errors import MemoryShortageError
-from learner.loop_parts.batch_source import BatchSource
-from learner.loop_parts.learning_step import LearningStep
-from learner.loop_parts.loop_state import LoopComponents, LoopMetrics, LoopState
-from learner.loop_parts.raising_events import RaisingEvents
-from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import Checkpoint
-from learner.stream.batch import Batch
-from learner.stream.ledger import Ledger
-from learner.stream.outcome_counters import OutcomeCounters
-from learner.stream.step_span import step_span
-from learner.training.out_of_memory import MemoryRetry
+from anabranch.core.shutdown import Deadline
+from anabranch.core.tracing.context import Attributes
+from anabranch.core.tracing.spans import NO_SPAN, current_tracer
+from anabranch.ingest.events.block import Outcome, SkipReason
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.learner.checkpoints.format import Checkpoint
+from anabranch.learner.errors import MemoryShortageError
+from anabranch.learner.extension import overriding
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.step.batch_source import BatchSource
+from anabranch.learner.step.learning_step import LearningStep
+from anabranch.learner.step.loop_state import LoopComponents, LoopMetrics, LoopState
+from anabranch.learner.stream.batch import Batch
+from anabranch.learner.stream.ledger import Ledger
+from anabranch.learner.train.out_of_memory import MemoryRetry
 
 _COMMIT_SECONDS = 5.0
 
+_HOOKS_OF_STEPS = ("next", "foresee", "before_step", "scored", "put_back")
+"""Hooks of extensions that are called for each step, and need what the one before has changed."""
+
 Task = Callable[[], object]
-"""Work between steps; it checks itself whether it is due."""
+"""Work between rounds; it checks itself whether it is due."""
+
+
+def step_span(batch: Batch, step: int, names: Sequence[TopicPartition]) -> AbstractContextManager[object]:
+    """Return the span of the step that learns from a batch, not started yet, if it is traced.
+
+    Args:
+        batch: the events.
+        step: the number of the step.
+        names: the partitions, in the order of their index.
+    """
+    tracer = current_tracer()
+    if tracer is None:
+        return NO_SPAN
+
+    def attributes() -> Attributes:
+        topics = {name.topic for name in names}
+        return {
+            "messaging.system": "kafka",
+            "messaging.operation.name": "train",
+            "messaging.operation.type": "process",
+            "messaging.batch.message_count": len(batch),
+            **({"messaging.destination.name": topics.pop()} if len(topics) == 1 else {}),
+            "anabranch.step": step,
+        }
+
+    return tracer.step("train", batch.contexts, attributes)
 
 
 class TrainingLoop:
@@ -45,13 +75,16 @@ class TrainingLoop:
         self._settings = settings
         self._parts = parts
         self._metrics = metrics
-        self._counters = OutcomeCounters(metrics.ingest.rows)
-        self.ledger = Ledger(parts.publisher.published_through())
-        self._teacher = parts.teacher
-        self._late = parts.late
-        if parts.late is not None:
-            parts.late.attach(self.ledger)
-        self._source = BatchSource(settings, parts, settings.batch_size * ranks, self.ledger)
+        self.ledger = Ledger(parts.publisher.published_through(), metrics.ingest.rows)
+        for extension in parts.extensions:
+            extension.attach(self.ledger)
+        self._takes = overriding(parts.extensions, "take")
+        self._trained = overriding(parts.extensions, "trained")
+        self._settles = overriding(parts.extensions, "settle")
+        self._before_step = overriding(parts.extensions, "before_step")
+        self._put_back = overriding(parts.extensions, "put_back")
+        self._step_size = settings.batch_size * ranks
+        self._source = BatchSource(settings, parts, self._step_size, self.ledger)
         self._next_commit = 0.0
         self.state = LoopState(parts, self.ledger, self._source.batches)
         self._partitions: Sequence[Partition] = ()
@@ -63,16 +96,33 @@ class TrainingLoop:
         # When a version is scored depends on clocks, and what is held out may decide what is replayed.
         others = [] if settings.deterministic else [parts.publisher.scoring.raised]
         queues = [*others, parts.replay.raised]
-        self.raising_events = RaisingEvents(self.state, parts.replay, parts.holdout, queues, metrics.learner.raised)
-        self.raised = self.raising_events.raised
         memory = MemoryRetry(parts.trainer.device, threading.Event())
         self._step = LearningStep(
-            parts.trainer, parts.monitor, parts.replay, self.raising_events, self.state, metrics.learner, memory
+            parts.trainer,
+            parts.monitor,
+            parts.replay,
+            parts.holdout,
+            queues,
+            self.state,
+            metrics.learner,
+            memory,
         )
+        self.raising_events = self._step.raising_events
+        self.raised = self.raising_events.raised
         self._step.copied = self._source.copied
+        self._step.measures_each = settings.deterministic
+        self._takes_rounds = not (
+            parts.monitor.needs_each_step
+            or settings.profile is not None
+            or any(overriding(parts.extensions, hook) for hook in _HOOKS_OF_STEPS)
+            or (settings.deterministic and parts.erasure.keyed)
+        )
+        """Whether a round may have several steps. Not where what comes between two steps changes the second."""
+        if self._takes_rounds:
+            self._step.size = self._step_size
         self._step.request_checkpoint = parts.checkpointer.request
-        if parts.late is not None:
-            self._step.scored, self._step.labels = parts.late.scored, parts.late.labels
+        for scored in overriding(parts.extensions, "scored"):
+            self._step.scored = scored
         self.non_finite = self._step.non_finite
 
     def begin(self, stop: threading.Event, while_waiting: Sequence[Task]) -> None:
@@ -89,7 +139,7 @@ class TrainingLoop:
         self._parts.checkpointer.checkpoint_first({"ledger": self.ledger.state()}, stop, while_waiting)
 
     def run(self, stop: threading.Event, between_steps: Sequence[Task]) -> None:
-        """Train until `stop` is set; `between_steps` runs after each step, and after each wait for one.
+        """Train until `stop` is set; `between_steps` runs after each round of steps, and after each wait for one.
 
         Raises:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
@@ -100,15 +150,16 @@ class TrainingLoop:
         self._replay.prefetch(self.state.steps)
         self.checkpoint_if_due()  # a restored checkpoint may have left too few slots for a step
         while not stop.is_set():
+            self._source.batches.round = self._steps_of_round()
             batch = self._source.next(stop)
             self._register_partitions()
             if batch is None:
-                self.count()
+                self.ledger.count()
             elif not self._learns(batch, stop):
                 break
             for run_if_due in between_steps:
                 run_if_due()
-        self.count()
+        self.ledger.count()
 
     def finish(self, deadline: Deadline) -> None:
         """Write a checkpoint, publish the progress since the last version, and commit positions, before the deadline.
@@ -121,71 +172,76 @@ class TrainingLoop:
             self._parts.checkpointer.checkpoint_last(self.state.capture, deadline, self.state.fingerprint)
         else:
             self._parts.checkpointer.wait(deadline)
-        if self._late is not None:
-            self._late.search()
         state = self.state
-        self._parts.publisher.publish_last(state.progress(), state.snapshot, deadline, state.rows_new)
+        self._parts.publisher.publish_last(state.progress(last=True), state.snapshot, deadline, state.rows_new)
         self._next_commit = 0.0
         self.commit_if_due()
         self._parts.erasure.finish(deadline)
 
+    def _steps_of_round(self) -> int:
+        """Return how many steps the next round has at most: as many as take `learner.round`, and have their samples.
+
+        Their bits are the same for any number, so that a clock may decide also where they have to repeat.
+        """
+        if not self._takes_rounds:
+            return 1
+        seconds = self._step.seconds or math.inf  # of the first step nothing is known
+        ready = self._replay.ready(self.state.steps, self._step_size)
+        return max(1, min(ready, int(self._settings.round.total_seconds() / seconds)))
+
     def _learns(self, batch: Batch, stop: threading.Event) -> bool:
         """Train on one batch; return False if it waited for memory when `stop` was set, and nothing is settled."""
+        steps = self.state.steps
         try:
             with step_span(batch, self.state.steps, self._names) if self._traced else contextlib.nullcontext():
                 self._learn(batch)
         except MemoryShortageError as exc:
-            # A checkpoint that has to repeat bit for bit cannot follow: the sample of the step is gone.
-            if not (exc.undone and stop.is_set()) or self._settings.deterministic:
+            # A checkpoint that has to repeat bit for bit cannot follow: the sample of the step is gone. Nor can one in
+            # the middle of a round, of which only all steps are settled.
+            if not (exc.undone and stop.is_set()) or self._settings.deterministic or self.state.steps > steps:
                 raise
-            if self._late is not None:
-                self._late.put_back()
+            for put_back in self._put_back:
+                put_back()
             return False
         return True
 
     def _learn(self, batch: Batch) -> None:
-        """Train on one batch, in an order in which a crash loses nothing.
+        """Train on one batch, of one step or of a round of several, in an order in which a crash loses nothing.
 
         Only the first is durable, and may be repeated: a crash anywhere loses the whole batch, and a restart trains on
         it again from the checkpoint.
 
-        1. Take the teacher's outputs, which were asked for before. Write the erasures that its tombstones ask for,
-           which alone is durable, and drop erased events.
-        2. Predict the events that begin to wait for their label.
-        3. Take the step, as `LearningStep` says: replay, test, train, store.
+        1. Let extensions take it. Write the erasures that its tombstones ask for, which alone is durable, and drop
+           erased events.
+        2. Let extensions prepare the step: late labels predict the events that begin to wait.
+        3. Take the steps, as `LearningStep` says: for each replay, test, train; then measure and store all of them.
         4. Put held-out events into the holdout set.
-        5. Settle outcomes and positions: from here on a version includes them in `trained_through`. Let events without
-           a label wait, join labels with those that wait, and remove those that have ended.
+        5. Settle outcomes and positions: from here on a version includes them in `trained_through`. Let extensions
+           settle: late labels let events without a label wait, join labels with those that wait, and remove those that
+           have ended.
         """
         names = self._names
-        if self._teacher is not None:
-            self._teacher.add_outputs(batch)
+        for take in self._takes:
+            batch = take(batch, self._partitions)
         batch = self._parts.erasure.exclude(batch)
-        if self._late is not None:
-            batch = self._step.fitting(partial(self._late.begin, batch, self._partitions))
-        result = self._step.take(batch, names)
+        for before_step in self._before_step:
+            batch = self._step.memory(partial(before_step, batch, self._partitions))
+        taken = self._step.take(batch, names)
         if batch.held_out:
             self._parts.holdout.add(batch.held_out, names)
         if batch.relabelled:
             self._parts.holdout.relabel(batch.relabelled, names)
-        finite = result is None or result.finite
+        for trained in self._trained:
+            for step in taken:
+                if step.finite is not None:
+                    trained(step.batch, step.finite)
+        # Events of a step that was not finite have left the batch of several.
+        finite = len(taken) != 1 or taken[0].result is None or taken[0].result.finite
         outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
         for span in batch.spans:
             self.ledger.advance(span, outcome, reason)
-        if self._late is not None:
-            self._late.settle(batch, finite=finite)
-        if self.ledger.full:
-            self.count()
-
-    def count(self) -> None:
-        """Count the outcomes that were settled since the last time, for several steps at once."""
-        self.ledger.count()
-        self._counters.update(self.ledger.partitions)
-
-    @property
-    def replay_ratio(self) -> float:
-        """Old events for each new one in the next step."""
-        return self.monitor.adjustments.replay_ratio if self._replay.replays else 0.0
+        for settle in self._settles:
+            settle(batch, finite=finite)
 
     def _register_partitions(self) -> None:
         """Open an account for each partition that was added, and update the ends of all and the lag."""
@@ -198,14 +254,13 @@ class TrainingLoop:
                 if index == len(self.ledger.partitions):
                     self.ledger.add_partition(partition.name, partition.start)
                 self.ledger.partitions[index].update(partition)
-            self._counters.register_partitions(self.ledger.partitions)
         self._parts.lag.update(self.ledger.partitions, self.ledger.moved)
         self.ledger.moved.clear()
 
     @property
     def rows_of_step(self) -> int:
         """New and old events of a full step, of one rank."""
-        return int(self._settings.batch_size * (1 + self.replay_ratio))
+        return int(self._settings.batch_size * (1 + self._replay.ratio))
 
     @property
     def _is_sound(self) -> bool:

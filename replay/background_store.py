@@ -13,13 +13,10 @@ from numpy.typing import NDArray
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.job_thread import JobThread
-from ingest.events.block import Array
-from ingest.events.partition import TopicPartition
-from replay.checkpoint.capture import CapturedStore
-from replay.sample_plan import Sample
-from replay.sample_planner import AHEAD
-from replay.snapshot import StoreDelta, StoreState
-from replay.store import Store
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.replay.sample_plan import AHEAD, Sample
+from anabranch.replay.store import Store
 
 _Job = Callable[[], object]
 
@@ -42,8 +39,10 @@ class BackgroundStore:
         self._added = 0
         """Events that the jobs add."""
         self._step = 0
-        self._through = store.planner.planned_through
+        self.through = store.planner.planned_through
         """The last step that is planned once the jobs are done."""
+        self.ready_through = self.through
+        """The last step that was planned before the last call of `plan_ahead`: by the next step these jobs are done."""
         self._due = False
         self._failed: BaseException | None = None
         self._in_background = in_background
@@ -56,6 +55,10 @@ class BackgroundStore:
         """The columns that are kept of an event."""
         self.spare = store.spare
         """Slots beyond those for the held events."""
+        self.burst = store.burst
+        """How many events may be added between two calls of `has_room`, while slots are not `free_at_once`."""
+        self.slots = store.slots
+        """Only to be asked whether they are `free_at_once`."""
 
     def flush(self) -> Store:
         """Run all queued jobs and return the store. Do not keep the reference across other calls.
@@ -72,7 +75,8 @@ class BackgroundStore:
     @property
     def problem(self) -> str | None:
         """One sentence on what does not work, else None; any thread may ask."""
-        return self._store.problem
+        problems = self._store.tiers.problem, self._store.embeddings.problem
+        return "; ".join(sentence for sentence in problems if sentence is not None) or None
 
     def add(
         self,
@@ -89,24 +93,24 @@ class BackgroundStore:
                 self._begin()
             self._due = bool(self._jobs)
 
-    def plan_ahead(self, step: int, n: int | Callable[[int], int]) -> None:
+    def plan_ahead(self, step: int, n: int | Callable[[int], int], ahead: int = AHEAD) -> None:
         """Plan for the steps from `step` on, as `SamplePlanner.blocks` says; drop the plans for earlier steps."""
-        self._step = step
-        missing = self._through < step + AHEAD - 1
-        blocks = self._store.planner.blocks(step, self._through, n) if missing else []
+        self._step, self.ready_through = step, self.through
+        missing = self.through < step + ahead - 1
+        blocks = self._store.planner.blocks(step, self.through, n, ahead) if missing else []
         if missing or self._store.tiers.lost_reports:
             self._jobs.append(partial(self._store.plan_blocks, step, blocks))
             self._due = True
         if missing:
-            self._through = blocks[-1][-1][0]
+            self.through = blocks[-1][-1][0]
 
     def planned(self, step: int) -> int:
         """Return how many events can be sampled for a step."""
-        return self._with_plan(step).planner.planned(step) if step <= self._through else 0
+        return self._with_plan(step).planner.planned(step) if step <= self.through else 0
 
     def sample(self, step: int, n: int) -> Sample | None:
         """Return the first n events of the plan for a step, and start the jobs that are due; None without any."""
-        if step > self._through:
+        if step > self.through:
             return None
         sample = self._at_rest().planner.sample(step, n)
         if sample is None:
@@ -121,19 +125,19 @@ class BackgroundStore:
         """Give the sampler what a step computed, as `Store.update_priorities` does."""
         self._jobs.append(partial(self._store.update_priorities, sample, losses, embedding))
 
-    def remove(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> None:
-        """Remove events of a sample, as `Store.remove` does."""
-        self._jobs.append(partial(self._store.remove, slots, records))
-        self._due = True
-
-    def remove_events(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
-        """Remove events by their identity, as `Store.remove_events` does."""
-        self._jobs.append(partial(self._store.remove_events, columns, partitions))
+    def remove(
+        self,
+        events: Mapping[str, Array] | NDArray[np.void],
+        slots: NDArray[np.int32] | None = None,
+        partitions: Sequence[TopicPartition] = (),
+    ) -> None:
+        """Remove events, as `Store.remove` does."""
+        self._jobs.append(partial(self._store.remove, events, slots, partitions))
         self._due = True
 
     def query_neighbours(self, step: int, embedding: NDArray[np.float32]) -> None:
-        """Search held events near new ones, as `Store.query_neighbours` does."""
-        self._jobs.append(partial(self._store.query_neighbours, step, embedding))
+        """Search held events near new ones, as `EventEmbeddings.query` does."""
+        self._jobs.append(partial(self._store.embeddings.query, step, embedding))
 
     def has_room(self) -> bool:
         """Return whether there are slots for the events of a step and those of the jobs."""
@@ -142,18 +146,6 @@ class BackgroundStore:
     def many_slots_wait(self, checkpoints: int) -> bool:
         """Return whether the slots that wait for one checkpoint to be removed exceed a part of the spare ones."""
         return self._at_rest().slots.waiting * checkpoints > self.spare
-
-    def lacks_slots(self, checkpoints: int) -> bool:
-        """Return whether a checkpoint would help: there is no room, or slots wait as `many_slots_wait` says."""
-        return self._at_rest().slots.waiting * checkpoints > self.spare or not self.has_room()
-
-    def contents(self, held: CapturedStore, oldest: int = 0) -> tuple[StoreState, StoreDelta]:
-        """Return the captured state, as `Store.contents` does; any thread may call it."""
-        return self._store.contents(held, oldest)
-
-    def mark_named(self) -> None:
-        """Mark the store's files as named by a checkpoint, as `TierHierarchy.mark_named` does. Any thread."""
-        self._store.tiers.mark_named()
 
     def close(self) -> None:
         """End the thread, drop the jobs that have not begun, and close the store."""

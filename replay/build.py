@@ -2,34 +2,33 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
-from ingest.events.schema import Schema
-from replay.config import INDEXED, ReplaySettings
-from replay.embedding_index.client import NeighbourClient
-from replay.embedding_index.embedding_tracker import CLUSTERS, EmbeddingTracker
-from replay.payload.cached_hierarchy import CachedHierarchy
-from replay.payload.hierarchy import TierHierarchy
-from replay.policies import ADMISSIONS, SAMPLERS, AdmissionContext, Policies, SamplerContext
-from replay.reservoir.event_table import EventTable
-from replay.reservoir.quotas import Quotas
-from replay.reservoir.recent_embeddings import RecentEmbeddings
-from replay.row_layout import Fields, RowLayout
-from replay.snapshot import StoreSnapshot
-from replay.store import MAX_INSERTED, Store
-from replay.tiers.memory import MemoryTier
-from replay.tiers.registry import kind_with, kinds_of
-from replay.tiers.tier import SlowTier, TierContext, TierFactory
+from anabranch.ingest.events.schema import Schema
+from anabranch.replay.embedding_index.client import NeighbourClient
+from anabranch.replay.embedding_index.embedding_tracker import CLUSTERS, EmbeddingTracker
+from anabranch.replay.policies import AdmissionContext, SamplerContext, make_admission, make_sampler
+from anabranch.replay.reservoir.embeddings import EventEmbeddings, RecentEmbeddings
+from anabranch.replay.reservoir.event_table import EventTable
+from anabranch.replay.reservoir.quotas import Quotas
+from anabranch.replay.row_layout import Fields, RowLayout
+from anabranch.replay.settings import INDEXED, ReplaySettings
+from anabranch.replay.snapshot import StoreSnapshot
+from anabranch.replay.store import MAX_INSERTED, Policies, Store
+from anabranch.replay.tiers.cached_hierarchy import CachedHierarchy
+from anabranch.replay.tiers.hierarchy import TierHierarchy
+from anabranch.replay.tiers.memory import MemoryTier
+from anabranch.replay.tiers.registry import kind_with, kinds_of
+from anabranch.replay.tiers.tier import SlowTier, TierContext, TierFactory
 
 _EVENTS_A_CLUSTER = 64
 _ROOMY = 65_536
 """Further slots for events that are replaced between checkpoints, if the primary tier has enough."""
-_EVEN_SAMPLERS = {"uniform"}
-"""Samplers that sample all events equally often, so that no row is worth more in the cache than another."""
 _RECENT = 512
 """New events among which near-duplicates are searched, for `distinct`."""
 
@@ -50,6 +49,7 @@ def build_store(
     first: bool = False,
     step: int = 0,
     complete: bool = False,
+    in_memory: bool = False,
 ) -> Store:
     """Return the store, restored from a checkpoint if there is one.
 
@@ -66,12 +66,18 @@ def build_store(
         first: whether there is no checkpoint that could name rows of earlier processes on servers.
         step: events that a step may add; `has_room` returns whether there are slots for them.
         complete: whether checkpoints have the rows of slower tiers too, for a host without these.
+        in_memory: whether the events of slower tiers are kept in memory, without such tiers: which tier has a row
+            changes no step.
 
     Raises:
         SettingsError: the bytes are too few for one event or cannot be allocated; the contents do not fit or are gone.
         DependencyError: a server that has the contents does not answer.
     """
     layout = RowLayout({**schema.payload(), **(extra or {})})
+    if in_memory and settings.slower:
+        events, slots = store_size(settings, layout.row_bytes, step)
+        only: dict[str, Any] = {"disk": None, "redis": None, "tiers": {}, "capacity": events, "device_memory": "host"}
+        settings = settings.model_copy(update={**only, "device_bytes": slots * layout.row_bytes})
     kinds = kinds_of(settings, TierContext(folder, keys, layout.row_bytes, pinned=device.type == "cuda"))
     chain = {name: kind for name, kind in kinds.items() if name in settings.slower}
     k, count = _size(settings, chain, layout.row_bytes, step)
@@ -83,15 +89,16 @@ def build_store(
         for kind in kinds.values():
             kind.connect(opened, needed=kind is owner or kind in [*chain.values()][-1:])
         source = _existing(owner, contents) if owner is not None and contents is not None else None
-        slow = _slow([*chain.values()], source, count)
+        slow = _slow(chain, source, count)
         if source is not None and slow and slow[-1].file == source.file:
             source = None
-        promote = settings.sampling not in _EVEN_SAMPLERS
+        # All events are sampled equally often, so that no row is worth more in the cache than another.
+        promote = settings.sampling != "uniform"
         tiers = CachedHierarchy(memory, slow, promote=promote) if slow else TierHierarchy(memory)
         store = _store(settings, schema, layout, tiers, k, seed, dim, step, complete=complete)
         opened.pop_all()
         opened.callback(store.close)
-        store.discard_later([discard for kind in kinds.values() for discard in kind.cleanup_actions(first=first)])
+        store.cleanup_actions = [discard for kind in kinds.values() for discard in kind.cleanup_actions(first=first)]
         if contents is not None:
             _restore(store, contents, source)
         opened.pop_all()
@@ -114,11 +121,13 @@ def store_size(settings: ReplaySettings, row_bytes: int, step: int) -> tuple[int
 
 
 def check_policies(settings: ReplaySettings, schema: Schema, dim: int | None) -> None:
-    """Raise SettingsError if the schema, or a model whose embedding has `dim` numbers, lacks what a policy needs."""
+    """Raise SettingsError if the schema, or a model whose embedding has `dim` numbers, lacks what a policy needs, or a
+    tier of the user refuses its arguments."""
+    kinds_of(settings, TierContext(None, "", 1))
     classes, clusters = schema.label.one_of, None if dim is None else CLUSTERS
-    ADMISSIONS[settings.admission](AdmissionContext(classes, settings.half_life, clusters, settings.class_floor))
+    make_admission(settings, AdmissionContext(classes, settings.half_life, clusters, settings.class_floor))
     if dim is None or settings.sampling not in INDEXED:
-        SAMPLERS[settings.sampling](SamplerContext(EventTable(1, 1, 1), 1, classes, settings.half_life, None, dim))
+        make_sampler(settings, SamplerContext(EventTable(1, 1, 1), 1, classes, settings.half_life, None, dim))
 
 
 def _store(
@@ -135,8 +144,8 @@ def _store(
 ) -> Store:
     """Compose the store of k events with its policies, and start the index process if they need it."""
     classes = schema.label.one_of
-    admission = ADMISSIONS[settings.admission](
-        AdmissionContext(classes, settings.half_life, None if dim is None else CLUSTERS, settings.class_floor)
+    admission = make_admission(
+        settings, AdmissionContext(classes, settings.half_life, None if dim is None else CLUSTERS, settings.class_floor)
     )
     floors = admission.floors(k)
     if floors is None and k < admission.groups:
@@ -153,7 +162,7 @@ def _store(
         tracker = EmbeddingTracker(event_table, tiers.slots, neighbours)
     context = SamplerContext(event_table, tiers.slots, classes, settings.half_life, tracker, dim)
     recent = RecentEmbeddings(dim, _RECENT) if dim is not None and settings.admission == "distinct" else None
-    policies = Policies(admission, quotas, SAMPLERS[settings.sampling](context), tracker, recent)
+    policies = Policies(admission, quotas, make_sampler(settings, context), tracker or EventEmbeddings(), recent)
     weighted = schema.weight is not None
     store = Store(policies, event_table, layout, tiers, seed, weighted=weighted, step=step, complete=complete)
     if tracker is not None:
@@ -173,13 +182,18 @@ def _size(settings: ReplaySettings, chain: Mapping[str, TierFactory], row_bytes:
     return k, min(slots, k + _spare(k, step) + _ROOMY)
 
 
-def _slow(chain: Sequence[TierFactory], source: SlowTier | None, count: int) -> list[SlowTier]:
+def _slow(chain: Mapping[str, TierFactory], source: SlowTier | None, count: int) -> list[SlowTier]:
     """Open the slower tiers: a primary tier of `count` slots, which may be `source`, below its caches."""
     if not chain:
         return []
-    primary = chain[-1].open_primary(count, source)
-    assert primary.file is not None
-    return [*(kind.cache(min(count, kind.slots), primary) for kind in chain[:-1]), primary]
+    *caches, last = chain.values()
+    primary = last.open_primary(count, source)
+    if primary.file is None:
+        raise SettingsError(f"replay.{[*chain][-1]}: its primary tier has no file, by which checkpoints name it")
+    tiers = [*(kind.cache(min(count, kind.slots), primary) for kind in caches), primary]
+    for key, tier in zip(chain, tiers, strict=True):
+        tier.name = key.removeprefix("tiers.")
+    return tiers
 
 
 def _existing(owner: TierFactory, contents: StoreSnapshot) -> SlowTier | None:
@@ -196,7 +210,7 @@ def _existing(owner: TierFactory, contents: StoreSnapshot) -> SlowTier | None:
 
 def _restore(store: Store, contents: StoreSnapshot, source: SlowTier | None) -> None:
     if source is not None:
-        log.info("copying %d stored events from %s", len(contents.index), source.name)
+        log.info("copying %d stored events from the tier that the checkpoint names", len(contents.index))
     try:
         store.restore(contents, source)
     except OSError as exc:

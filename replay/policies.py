@@ -1,4 +1,4 @@
-"""The policies of `[replay]` by name: a new one is a class in a new file, and one line here."""
+"""The policies of `[replay]`: ours by name, others by import string."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,45 +7,24 @@ from datetime import timedelta
 import numpy as np
 
 from anabranch.core.errors import SettingsError
-from replay.embedding_index.embedding_tracker import EmbeddingTracker
-from replay.reservoir.admission import (
+from anabranch.core.users_code import build
+from anabranch.replay.embedding_index.embedding_tracker import ClusterSampler, EmbeddingTracker, NeighbourSampler
+from anabranch.replay.reservoir.admission import (
     Admission,
     ClassBalancedAdmission,
     ClassFloor,
     DistinctAdmission,
     DiverseAdmission,
     RecencyAdmission,
-    ReservoirAdmission,
 )
-from replay.reservoir.event_table import EventTable
-from replay.reservoir.quotas import Quotas
-from replay.reservoir.recent_embeddings import RecentEmbeddings
-from replay.sampling.agreement import RECENT, AgreementSampler
-from replay.sampling.balanced import BalancedSampler, ClusterSampler
-from replay.sampling.base import Sampler, UniformSampler
-from replay.sampling.neighbours import NeighbourSampler
-from replay.sampling.proportional import PrioritizedSampler, RecencySampler
+from anabranch.replay.reservoir.embeddings import RecentEmbeddings
+from anabranch.replay.reservoir.event_table import EventTable
+from anabranch.replay.sampling.balanced import BalancedSampler
+from anabranch.replay.sampling.base import Sampler, UniformSampler
+from anabranch.replay.sampling.weighted import RECENT, AgreementSampler, PrioritizedSampler, RecencySampler
+from anabranch.replay.settings import ADMISSION, SAMPLING, ReplaySettings
 
 _MAX_GROUPS = 2**15 - 1
-
-
-@dataclass(frozen=True)
-class Policies:
-    """Which events are held and which are sampled.
-
-    Attributes:
-        admission: the priority and the group of each event.
-        quotas: how many events of each group are held.
-        sampler: which held events are sampled.
-        tracker: the embeddings of events; None if no policy needs the index process.
-        recent: the embeddings of recent events, whose near-duplicates are not held; None where these are.
-    """
-
-    admission: Admission
-    quotas: Quotas
-    sampler: Sampler
-    tracker: EmbeddingTracker | None = None
-    recent: RecentEmbeddings | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +75,7 @@ def _distinct_kept(context: AdmissionContext) -> Admission:
 
 
 ADMISSIONS: dict[str, Callable[[AdmissionContext], Admission]] = {
-    "reservoir": lambda context: ReservoirAdmission(_floor_of(context)),
+    "reservoir": lambda context: Admission(_floor_of(context)),
     "class-balanced": _classes_kept,
     "recent": lambda context: RecencyAdmission(context.half_life, _floor_of(context)),
     "distinct": _distinct_kept,
@@ -154,6 +133,31 @@ def _no_embedding(name: str) -> SettingsError:
     return SettingsError(
         f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'
     )
+
+
+def make_admission(settings: ReplaySettings, context: AdmissionContext) -> Admission:
+    """Build the policy of `replay.admission`; raises SettingsError when the context or an argument does not fit."""
+    if settings.admission in ADMISSIONS:
+        return ADMISSIONS[settings.admission](context)
+    kind = ADMISSION.find(settings.admission)
+    admission: Admission = build("replay.admission", settings.admission, kind, settings.admission_args)
+    if admission.by_cluster or not 0 < admission.groups <= _MAX_GROUPS:
+        raise SettingsError(
+            f'replay.admission = "{settings.admission}" has {admission.groups} groups, by_cluster = '
+            f"{admission.by_cluster}; return 1 to {_MAX_GROUPS} groups, which are no clusters of embeddings"
+        )
+    return admission
+
+
+def make_sampler(settings: ReplaySettings, context: SamplerContext) -> Sampler:
+    """Build the sampler of `replay.sampling`; raises SettingsError when the context or an argument does not fit."""
+    if settings.sampling in SAMPLERS:
+        return SAMPLERS[settings.sampling](context)
+    kind = SAMPLING.find(settings.sampling)
+    if kind.uses_embeddings and context.dim is None:
+        raise _no_embedding(settings.sampling)
+    sampler: Sampler = build("replay.sampling", settings.sampling, kind, settings.sampling_args, context.event_table)
+    return sampler
 
 
 SAMPLERS: dict[str, Callable[[SamplerContext], Sampler]] = {

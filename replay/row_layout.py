@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ingest.events.block import Array
+from anabranch.ingest.events.block import Array
 
 PackedRows = Tensor | NDArray[np.uint8]
 """n rows, uint8 `[n, R]`: a tensor, or on the host an array, which is viewed as columns in half the time."""
@@ -51,9 +51,8 @@ class RowLayout:
             size = dtype.itemsize * int(np.prod(shape))
             room = -(-size // _ALIGNMENT) * _ALIGNMENT
             strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-            self._fields[name] = _Field(
-                *(offset, offset + size, room, dtype, getattr(torch, dtype.name), tuple(shape), strides)
-            )
+            torch_dtype = getattr(torch, dtype.name)
+            self._fields[name] = _Field(offset, offset + size, room, dtype, torch_dtype, tuple(shape), strides)
             offset += room
         if offset >= LONG and offset % LINE:
             name, last = self._fields.popitem()

@@ -61,6 +61,25 @@ class TierRows(RowSource):
         return self._read_slots(self._slots[positions], self._identity[positions])
 
 
+class TensorRows(RowSource):
+    """The rows of a tensor, uint8 `[n, R]` on the host."""
+
+    def __init__(self, rows_nR: Tensor) -> None:
+        self._rows_nR = rows_nR
+
+    @property
+    @override
+    def row_bytes(self) -> int:
+        return self._rows_nR.shape[1]
+
+    def __len__(self) -> int:
+        return len(self._rows_nR)
+
+    @override
+    def read(self, positions: NDArray[np.intp]) -> tuple[Tensor, NDArray[np.bool_]]:
+        return self._rows_nR[torch.from_numpy(positions)], np.ones(len(positions), np.bool_)
+
+
 class EitherRows(RowSource):
     """The rows of a source, and those that are not valid there from another one."""
 

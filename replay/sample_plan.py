@@ -1,12 +1,14 @@
-"""Plans and samples: the old events chosen for a step in advance, and their arrays.
+"""Chooses which held events each step samples, some steps ahead, and keeps these plans until the steps use them.
 
-Both are msgspec structs: creating one takes a tenth of the time of a frozen dataclass, and each step creates both.
+Plans and samples are msgspec structs: creating one takes a tenth of the time of a frozen dataclass, and each step
+creates both.
 
 Legend: n events chosen, R bytes of a row.
 """
 
 import functools
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -14,12 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replay.payload.hierarchy import TierHierarchy
-from replay.reservoir.admission import importance
-from replay.reservoir.event_table import FIELDS, RECORD
-from replay.row_layout import RowLayout
-from replay.snapshot import PLANNED, SavedPlan
-from replay.tiers.staged_rows import StagedRows
+from anabranch.replay.erasure.erased_events import ErasedEvents
+from anabranch.replay.reservoir.admission import importance
+from anabranch.replay.reservoir.embeddings import EventEmbeddings
+from anabranch.replay.reservoir.event_table import FIELDS, RECORD, columns_of
+from anabranch.replay.reservoir.reservoir import Reservoir
+from anabranch.replay.row_layout import RowLayout
+from anabranch.replay.sampling.base import Sampler
+from anabranch.replay.snapshot import PLANNED, SavedPlan
+from anabranch.replay.tiers.hierarchy import TierHierarchy
+from anabranch.replay.tiers.staged_rows import StagedRows
 
 
 class SamplePlan(msgspec.Struct, frozen=True, eq=False):
@@ -94,7 +100,7 @@ def fetch_sample(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: i
     weights = _ones(label.shape[0], label.device)
     if plan.rates is not None or plan.correction is not None:
         numbers = [values for values in (plan.rates, plan.shares, plan.correction) if values is not None]
-        on_device = tiers.upload([values[which] for values in numbers])
+        on_device = tiers.memory.upload([values[which] for values in numbers])
         if plan.rates is not None:
             weights = importance(columns["weight"], *on_device[:2])
         if plan.correction is not None:
@@ -132,5 +138,174 @@ def restore_plan(plan: SavedPlan, rows: StagedRows, slots: NDArray[np.int32], *,
         records[name] = events[name]
     rate, share, correction = (events[name].copy() for name in ("rate", "share", "correction"))
     return SamplePlan(
-        *(plan.step, slots, records, rate if weighted else None, share if weighted else None, correction, rows)
+        plan.step, slots, records, rate if weighted else None, share if weighted else None, correction, rows
     )
+
+
+_WORD = 2**64 - 1
+
+
+class StepRng:
+    """A generator whose numbers are a pure function of (seed, step). Used by one thread.
+
+    Philox is a counter under a key (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so each step
+    has its own key. Other generators would have to be seeded again, which takes as long as choosing a sample.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._bits = np.random.Philox(key=np.array([seed & _WORD, 0], np.uint64))
+        self._generator = np.random.Generator(self._bits)
+        self._begin = self._bits.state
+
+    def for_step(self, step: int) -> np.random.Generator:
+        """Return the generator of a step; it is valid until the next call."""
+        self._begin["state"]["key"][1] = step
+        self._bits.state = self._begin
+        return self._generator
+
+
+AHEAD = 4
+"""The fewest steps planned in advance: the time that slower tiers have to read the rows of a sample."""
+
+BLOCK = 8
+"""Steps that are planned together if the sampler can divide one choice among them."""
+
+Request = Sequence[tuple[int, int]]
+"""Steps that are planned together, as (step, number of events)."""
+
+
+class SamplePlanner:
+    """The plans for coming steps, in the order of the steps. Used by one thread."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        embeddings: EventEmbeddings,
+        reservoir: Reservoir,
+        layout: RowLayout,
+        tiers: TierHierarchy,
+        seed: int,
+        *,
+        weighted: bool,
+    ) -> None:
+        """Create a planner without plans; `weighted`: events have weights, so that plans compute their importance."""
+        self._sampler = sampler
+        self._embeddings = embeddings
+        self._reservoir = reservoir
+        self._layout = layout
+        self._tiers = tiers
+        self._rng = StepRng(seed)
+        self._weighted = weighted
+        self.plans: deque[SamplePlan] = deque()
+        """The unused plans."""
+        self._captured_through = -1
+        """The last step whose plan is part of the checkpoint that is being written."""
+
+    @property
+    def planned_through(self) -> int:
+        """The last step that is planned; -1 without plans."""
+        return self.plans[-1].step if self.plans else -1
+
+    def planned(self, step: int) -> int:
+        """Return how many events can be sampled for a step."""
+        return next((len(plan.slots) for plan in self.plans if plan.step == step), 0)
+
+    def blocks(self, step: int, through: int, n: int | Callable[[int], int], ahead: int = AHEAD) -> list[Request]:
+        """Return the requests that are missing for some steps from `step` on, when steps up to `through` are planned.
+
+        Args:
+            step: the next step.
+            through: the last step that is planned.
+            n: events for each step, or a function of the step.
+            ahead: how many steps.
+        """
+        requests, first = list[Request](), max(step, through + 1)
+        block = BLOCK if self._sampler.divisible else 1
+        while first < step + ahead:
+            steps = range(first, (first // block + 1) * block)
+            requests.append([(planned, n if isinstance(n, int) else n(planned)) for planned in steps])
+            first = steps.stop
+        return requests
+
+    def plan(self, request: Request) -> list[SamplePlan]:
+        """Choose events for each step of a request, or all held events when fewer are held, and prefetch their rows."""
+        total = sum(n for _, n in request)
+        if total > len(self._reservoir) and len(request) > 1:
+            return [plan for single in request for plan in self.plan([single])]
+        self._embeddings.select_answer(request[0][0])
+        choice = self._sampler.sample(total, self._rng.for_step(request[0][0]))
+        events, slots = self._reservoir.event_table, choice.slots.astype(np.int64)
+        records, rates, shares = events.by_slot.take(choice.slots), None, None
+        if self._weighted:
+            rates, shares = self._reservoir.rates(records, self._embeddings.clusters(choice.slots))
+        plans, end = [], 0
+        for step, n in request:
+            part = slice(end, end := end + n)
+            rows = self._tiers.prefetch(slots[part], events.identity)
+            rate, share, correction = (_part(values, part) for values in (rates, shares, choice.correction))
+            plans.append(SamplePlan(step, choice.slots[part], records[part], rate, share, correction, rows))
+        return plans
+
+    def sample(self, step: int, n: int) -> Sample | None:
+        """Return the first n events of the plan for a step, and drop it and earlier plans; None without a plan.
+
+        The caller owns the columns and may write into them. After an error, such as of a device without free memory,
+        the plan is still there.
+        """
+        self.drop_before(step)
+        plan = self.plans[0] if self.plans else None
+        if plan is None or plan.step != step:
+            return None
+        sample = self.fetch(plan, n)
+        if step <= self._captured_through:
+            sample = sample.copy()
+        self.plans.popleft()
+        if self.plans and self._tiers.gathers_ahead:
+            self.plans[0].rows.prefetch()
+        return sample
+
+    def fetch(self, plan: SamplePlan, n: int | None = None) -> Sample:
+        """Return the first n events of a plan, or all; fewer when the rows of some cannot be read."""
+        return fetch_sample(plan, self._layout, self._tiers, n)
+
+    def drop_before(self, step: int) -> None:
+        """Drop the plans for steps before this one: such a step may have sampled nothing."""
+        while self.plans and self.plans[0].step < step:
+            self.plans.popleft()
+
+    def materialize(self) -> None:
+        """Gather the rows of all plans, so that their slots may be written again."""
+        for plan in self.plans:
+            plan.rows.materialize()
+
+    def replace_erased(self, erased: ErasedEvents) -> None:
+        """Overwrite the rows of each plan that names an erased event, and plan its step again."""
+        for index, plan in enumerate(self.plans):
+            if erased.covers(self._reservoir.event_table.bases, columns_of(plan.records)).any():
+                plan.rows.clear()
+                (self.plans[index],) = self.plan([(plan.step, len(plan))])
+
+    def begin_snapshot(self) -> Sequence[SamplePlan]:
+        """Return the plans for a checkpoint; until `end_snapshot` their rows are copied for the steps that use them."""
+        self._captured_through = self.planned_through
+        return tuple(self.plans)
+
+    def end_snapshot(self) -> None:
+        """Allow steps to use the rows of their plans without a copy again."""
+        self._captured_through = -1
+
+    def restore(self, plans: Sequence[SavedPlan], *, moved: bool) -> None:
+        """Replace the plans by those of a checkpoint; `moved`: its events are in other slots now."""
+        self.plans.clear()
+        for plan in plans:
+            # A checkpoint that has the payload may name slots of several processes.
+            slots = self._reservoir.event_table.find(plan.events) if moved else plan.events["slot"].copy()
+            self.plans.append(
+                restore_plan(
+                    plan, StagedRows(plan.rows, stream=self._tiers.memory.stream), slots, weighted=self._weighted
+                )
+            )
+
+
+def _part(values: NDArray[np.float64] | None, part: slice) -> NDArray[np.float64] | None:
+    return None if values is None else values[part]

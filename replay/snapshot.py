@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replay.row_source import RowSource
+from anabranch.replay.row_source import RowSource
 
 ENTRY = np.dtype(
     [

@@ -1,6 +1,7 @@
-"""`python -m serving -c pipeline.toml`: the serving daemon. Exit codes are those of `anabranch.runtime.lifecycle.Exit`.
+"""`python -m anabranch.serving -c pipeline.toml`: the serving daemon.
 
-With `serving.workers` above 1 it starts that many processes of itself, each with its number as an argument.
+Exit codes are those of `anabranch.runtime.lifecycle.Exit`. With `serving.workers` above 1 it starts that many processes
+of itself, each with its number as an argument.
 """
 
 import argparse
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anabranch.runtime.daemon import enter, exit_at_once
-from serving.freed_memory import return_freed_memory
+from anabranch.serving.freed_memory import return_freed_memory
 
 if TYPE_CHECKING:
     from anabranch.config.loader import Config
-    from serving.model.deployment import Deployment
+    from anabranch.serving.model.deployment import Deployment
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
             codes.append(serve_by_workers(config, stop))
         else:
             gc.disable()  # until the imports are done: they leave no garbage
-            from serving.http.listening_socket import UNTIL_GONE
-            from serving.server import serve
+            from anabranch.serving.http.listening_socket import UNTIL_GONE
+            from anabranch.serving.server import serve
 
             patience = UNTIL_GONE if "--supervised" in others else timedelta(0)
             serve(deployment_of(config), config.pipeline.serving, stop, patience=patience)
@@ -51,9 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) -> None:
     """Serve as one of several workers."""
     gc.disable()  # as above
-    from serving.http.listening_socket import inherited
-    from serving.reporting.worker_pool import PoolWorker, WorkerPool
-    from serving.server import serve
+    from anabranch.serving.http.listening_socket import inherited
+    from anabranch.serving.reporting.worker_pool import PoolWorker, WorkerPool
+    from anabranch.serving.server import serve
 
     settings = config.pipeline.serving
     worker = PoolWorker(WorkerPool(options.pool, settings.workers), options.worker, config.state_dir)
@@ -63,12 +64,13 @@ def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) 
 def deployment_of(config: "Config") -> "Deployment":
     """Return what a server of a config serves, on its device."""
     from anabranch.core.settings import uuids_in
-    from ingest.events.schema import Schema
-    from learner.device_sharing.cuda_limits import limit_server_memory
-    from learner.model.device import UnusedDevice, choose_device
-    from serving.config import check_versions_from
-    from serving.model.deployment import Deployment, pick_device
-    from serving.model.graphs import capture_on
+    from anabranch.ingest.events.schema import Schema
+    from anabranch.learner.device.cuda_limits import limit_server_memory
+    from anabranch.learner.model.device import UnusedDevice, choose_device
+    from anabranch.serving.model.deployment import Deployment
+    from anabranch.serving.model.device import pick_device
+    from anabranch.serving.model.graphs import capture_on
+    from anabranch.serving.settings import check_versions_from
 
     check_versions_from(config.pipeline.serving, config.pipeline.storage)
     pipeline, sharing, name = config.pipeline, config.pipeline.device_sharing, config.pipeline.serving.device

@@ -20,31 +20,26 @@ from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.tracing.spans import tracing
-from learner.device_sharing.lease import hold_server
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.servers import server_id
-from serving.config import ServingSettings
-from serving.dashboard.status import Overview
-from serving.fleet.commands import FleetCommands
-from serving.fleet.host import FleetHost, refuse_learners_directory
-from serving.http.app import build_app
-from serving.http.listening_socket import address_of, listen_patiently
-from serving.http.log_limit import limited_lines
-from serving.http.request_body import BodyReader
-from serving.http.server import HttpServer
-from serving.inference.batcher import Batcher
-from serving.inference.service import Service
-from serving.inference.shadow import Shadow
-from serving.metrics import ServingMetrics
-from serving.model.deployment import Deployment
-from serving.model.device import device_errors, use_device, use_precision
-from serving.model.loaded_version import ServedVersion
-from serving.reporting.report import STOPPED, ServingReport, read_report, write_report
-from serving.reporting.worker_pool import PoolWorker
-from serving.rollout.hot_swap import VersionSwapper
+from anabranch.learner.device.lease import hold_server
+from anabranch.learner.object_storage.fleet import server_id
+from anabranch.serving.dashboard.status import Overview
+from anabranch.serving.fleet.host import FleetHost, refuse_learners_directory
+from anabranch.serving.http.app import build_app
+from anabranch.serving.http.listening_socket import address_of, listen_patiently
+from anabranch.serving.http.request_body import BodyReader
+from anabranch.serving.http.server import HttpServer, limited_lines
+from anabranch.serving.inference.batcher import Batcher
+from anabranch.serving.inference.service import Service
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.device import device_errors, use_device, use_precision
+from anabranch.serving.reporting.report import STOPPED, ServingReport, read_report, write_report
+from anabranch.serving.reporting.worker_pool import PoolWorker
+from anabranch.serving.rollout.hot_swap import VersionSwapper
+from anabranch.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
-    from serving.grpc.server import GrpcServer
+    from anabranch.serving.grpc.server import GrpcServer
 
 log = logging.getLogger("anabranch.serving")
 
@@ -127,8 +122,7 @@ class _Process:
         with ExitStack() as stack:
             stack.enter_context(self._tracing())
             mark = stack.enter_context(hold_server(self._deployment.state_dir, self._settings.slo))
-            device, storage = self._deployment.device, self._deployment.storage
-            waited = self._metrics.queue_wait.inc
+            device, waited = self._deployment.device, self._metrics.queue_wait.inc
             batcher = stack.enter_context(Batcher(self._settings, self._bugs.append, mark, device, waited))
             self._swap = VersionSwapper(
                 self._deployment,
@@ -136,17 +130,11 @@ class _Process:
                 self._metrics,
                 on_swap=lambda: loop.call_soon_threadsafe(self._service.swapped),
                 on_error=self._bugs.append,
-                fleet=FleetCommands(storage, self._deployment.versions, self._id) if storage is not None else None,
+                server=self._id,
                 is_idle=lambda: batcher.is_idle,
-            )
-            self._shadow = Shadow(
-                *(self._deployment, self._settings.shadow, self._settings.max_batch, self._metrics),
-                served=lambda: self._swap.current,
-                is_idle=lambda: batcher.is_idle,
-                on_error=self._bugs.append,
             )
             self._service = Service(
-                *(self._deployment, self._settings, self._swap, batcher, self._shadow, self._worker, self._bugs)
+                self._deployment, self._settings, self._swap, batcher, self._metrics, self._bugs, self._worker
             )
             self._batcher = batcher
             baseline, links = self._settings.baseline, self._settings.links
@@ -157,10 +145,12 @@ class _Process:
             http.load()
             calls = self._grpc_server(bodies)
             stack.enter_context(_short_and_rare_collections())
-            if storage is not None and (self._worker is None or self._worker.acts_for_all):
-                self._fleet = stack.enter_context(self._fleet_host(storage))
+            if self._worker is None or self._worker.acts_for_all:
+                self._fleet = self._fleet_host()
+            if self._fleet is not None:
+                stack.enter_context(self._fleet)
             stack.enter_context(self._swap)
-            stack.enter_context(self._shadow)
+            stack.enter_context(self._service.shadow)
             log.info("serving %s on %s/v2/models/%s", self._deployment.name, self._address, self._deployment.name)
             await asyncio.gather(
                 self._answer(stop, http),
@@ -196,7 +186,7 @@ class _Process:
     async def _until(self, stop: threading.Event, http: HttpServer) -> None:
         due = sample_due = 0.0
         end: float | None = None
-        reported: ServedVersion | None = None
+        reported: object = None
         try:
             while not self._bugs:
                 now = time.monotonic()
@@ -253,7 +243,7 @@ class _Process:
             requests_per_second=self._metrics.requests_per_second(),
             request_p50_seconds=request_p50,
             request_p99_seconds=request_p99,
-            shadow=self._shadow.report,
+            shadow=self._service.shadow.report,
             server=self._fleet.server if self._fleet is not None else None,
             follow_lag_seconds=lag,
             model_problem=self._batcher.problem,
@@ -264,18 +254,18 @@ class _Process:
         if self._settings.grpc_port is None:
             return None
         try:
-            # Imported here since they are extras.
-            from serving.grpc.calls import InferenceCalls
-            from serving.grpc.server import GrpcServer
+            # Imported here since it is an extra.
+            from anabranch.serving.grpc.server import GrpcServer
         except ImportError as exc:
             raise SettingsError(
                 f'serving.grpc_port needs grpcio ({exc}): pip install "anabranch[grpc]", or take the key out'
             ) from exc
-        calls = InferenceCalls(self._service, self._settings, self._metrics, bodies)
-        return GrpcServer(calls, self._settings, self._deployment.folder)
+        return GrpcServer(self._service, self._settings, self._metrics, bodies, self._deployment.folder)
 
-    def _fleet_host(self, storage: StorageSettings) -> FleetHost:
-        deployment = self._deployment
+    def _fleet_host(self) -> FleetHost | None:
+        deployment, storage = self._deployment, self._deployment.storage
+        if storage is None:
+            return None
         refuse_learners_directory(deployment.state_dir, storage)
         return FleetHost(
             storage,

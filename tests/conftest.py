@@ -10,10 +10,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -72,7 +69,7 @@ _python_starts: list[str] = []
 """Command lines of the Python processes that the current test has started."""
 
 
-def _record_python_start(event: str, arguments: tuple[Any, ...]) -> None:
+def _record_python_start(event, arguments):
     if event == "subprocess.Popen" and sys.executable in [os.fspath(argument) for argument in arguments[1][:1]]:
         _python_starts.append(" ".join(map(str, arguments[1][:6])))
 
@@ -80,7 +77,7 @@ def _record_python_start(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_record_python_start)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Load Hypothesis's profile; have our own modules forked, in workers by the server of all of them."""
     settings.load_profile("quick" if _leaves_out_processes(config) else "any-machine")
     forkserver.fork_modules()
@@ -89,17 +86,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
+def pytest_configure_node(node):
     """Give a worker of pytest-xdist the server that forks processes for all of them."""
     node.workerinput["forkserver"] = forkserver.address()
 
 
-def _leaves_out_processes(config: pytest.Config) -> bool:
+def _leaves_out_processes(config):
     return "not process" in config.option.markexpr
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     """Clear the processes that earlier tests have started; limit the time of a test in proportion to the load."""
     _python_starts.clear()
     own = item.get_closest_marker("timeout")
@@ -114,7 +111,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_call(item):
     """Fail a test that lowers the priority of this process and thereby that of all later tests, which cannot be undone.
 
     Fail a test without the mark `process` that starts a Python, where `make test-fast` leaves out that mark.
@@ -127,7 +124,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         pytest.fail(f"it starts a process, and is not marked `process`: {_python_starts[0]}", pytrace=False)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Print the reasons for which tests were skipped, with the number of tests for each."""
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
@@ -139,7 +136,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Mark tests by the fixtures that they take; limit the examples of properties in `make test-fast`."""
     quick = _leaves_out_processes(config)
     for item in items:
@@ -158,7 +155,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _limit_examples(item)
 
 
-def _limit_examples(item: pytest.Item) -> None:
+def _limit_examples(item):
     """Limit the examples of a property, or of a state machine, that asks for more than `_QUICK_EXAMPLES`."""
     test = getattr(item, "obj", None)
     owners = ((getattr(test, "__func__", test), _HYPOTHESIS_SETTINGS), (getattr(item, "cls", None), "settings"))
@@ -169,7 +166,7 @@ def _limit_examples(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Leave modules and items out of the collections during tests: each would take a third of a second."""
     _let_logs_of_torch_propagate()
     gc.freeze()
@@ -177,7 +174,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def _let_logs_of_torch_propagate() -> None:
+def _let_logs_of_torch_propagate():
     """Let loggers of torch pass their lines to the one named `torch`, which prints them.
 
     To each logger that does not, pytest adds two handlers and removes them, thrice a test. Torch has 80, and one of
@@ -189,7 +186,7 @@ def _let_logs_of_torch_propagate() -> None:
             logger.propagate = True
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """With `-m gpu`, collect only modules with such tests: others may import packages that a GPU machine lacks."""
     if config.option.markexpr.strip() != "gpu" or not collection_path.name.startswith("test_"):
         return None
@@ -197,7 +194,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if "mark.gpu" in text or "cuda: torch.device" in text else True
 
 
-def _has_cuda() -> bool:
+def _has_cuda():
     import torch
 
     return torch.cuda.is_available()

@@ -34,9 +34,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import psutil
 
@@ -47,35 +46,32 @@ _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!i")
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _MODULES = {
-    "anabranch.commands.planning.calibrating.synthetic_pipeline",
-    "anabranch.demo.producer",
-    "anabranch.doctor.probe",
-    "ingest",
-    "learner",
-    "serving",
+    "anabranch.ingest",
+    "anabranch.learner",
+    "anabranch.runtime.model_process",
+    "anabranch.serving",
 }
 """Modules that tests and forked processes start as separate processes, which are forked as well."""
 _LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.distributed.optim",
     "torch.nn.parallel",
-    "anabranch.cli.app",
+    "anabranch.cli",
     "anabranch.config.loader",
     "anabranch.runtime.daemon",
     "anabranch.runtime.supervisor",
     "encodings.idna",
-    "ingest.formats.arrow",
-    "ingest.kafka.kafka_python.client",
-    "ingest.worker.worker",
-    "learner.distributed.fsdp",
-    "learner.distributed.launcher",
-    "learner.run_follower",
-    "learner.run",
+    "anabranch.ingest.formats.arrow",
+    "anabranch.ingest.kafka.kafka_python.client",
+    "anabranch.ingest.worker.worker",
+    "anabranch.learner.parallel.fsdp",
+    "anabranch.learner.parallel.launcher",
+    "anabranch.learner.assembly",
     "numpy.ma",
-    "serving.fleet.host",
-    "serving.http.app",
-    "serving.http.listening_socket",
-    "serving.server",
+    "anabranch.serving.fleet.host",
+    "anabranch.serving.http.app",
+    "anabranch.serving.http.listening_socket",
+    "anabranch.serving.server",
     "torch.distributed.pipelining",
 )
 _MOST_DESCRIPTORS = 32
@@ -93,17 +89,17 @@ _address: str | None = None
 
 
 def start(
-    arguments: Sequence[str],
+    arguments,
     *,
-    env: Mapping[str, str] | None = None,
-    cwd: str | Path | None = None,
-    stdin: Stream = None,
-    stdout: Stream = None,
-    stderr: Stream = None,
-    text: bool = False,
-    pass_fds: Sequence[int] = (),
-    start_new_session: bool = False,
-) -> Any:
+    env=None,
+    cwd=None,
+    stdin=None,
+    stdout=None,
+    stderr=None,
+    text=False,
+    pass_fds=(),
+    start_new_session=False,
+):
     """Run this Python with `-m MODULE ...`, `-c CODE` or `FILE ...`, with or without `-P` before it, on one thread."""
     environment = {"OMP_NUM_THREADS": "1", **(os.environ if env is None else env)}
     if environment["OMP_NUM_THREADS"] != "1" or not _forks():
@@ -130,13 +126,7 @@ def start(
     return Forked(request, (stdin, stdout, stderr), text)
 
 
-def run(
-    arguments: Sequence[str],
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: str | Path | None = None,
-    timeout: float = 100,
-) -> "subprocess.CompletedProcess[str]":
+def run(arguments, *, env=None, cwd=None, timeout=100):
     """Run a process to its end, and return its exit code and its output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = start(arguments, env=env, cwd=cwd, stdout=out, stderr=err)
@@ -149,7 +139,7 @@ def run(
         return subprocess.CompletedProcess(list(arguments), code, out.read(), err.read())
 
 
-def script(*before: str) -> str:
+def script(*before):
     """Return a shell script that runs `start` with these arguments and its own, and passes signals on."""
     python, arguments = shlex.quote(sys.executable), shlex.join(before)
     if _forks():
@@ -158,7 +148,7 @@ def script(*before: str) -> str:
     return f'#!/bin/sh\nexec {python} {arguments} "$@"\n'
 
 
-def _run_for_script(server: str) -> NoReturn:
+def _run_for_script(server):
     use(server)
     numbers = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # the process may say that it runs before there are handlers
@@ -178,7 +168,7 @@ class Child(NamedTuple):
     environment: dict[str, str]
 
 
-def children(process: Any) -> list[Child]:
+def children(process):
     """Return the running children of a process, forked for it or started by it."""
     running = []
     for child in psutil.Process(process.pid).children():
@@ -195,7 +185,7 @@ def children(process: Any) -> list[Child]:
     return running
 
 
-def descendants(process: Any) -> list[psutil.Process]:
+def descendants(process):
     """Return all descendants of a process."""
     found = []
     for child, *_ in children(process):
@@ -208,7 +198,7 @@ def descendants(process: Any) -> list[psutil.Process]:
 class Forked:
     """A child of the server, with the interface of `subprocess.Popen`."""
 
-    def __init__(self, request: dict[str, Any], streams: Iterable[Stream], text: bool) -> None:
+    def __init__(self, request, streams, text):
         self.args = [sys.executable, *request["arguments"]]
         self.returncode: int | None = None
         self._lock = threading.Lock()
@@ -240,23 +230,23 @@ class Forked:
             self._connection.sendall(body)
         self.pid = _NUMBER.unpack(_exactly(self._connection, _NUMBER.size))[0]
 
-    def __enter__(self) -> "Forked":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._close_pipes()
         self.wait()
 
-    def __del__(self) -> None:
+    def __del__(self):
         self._connection.close()
 
-    def poll(self) -> int | None:
+    def poll(self):
         """Return the exit code, or minus the signal; None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         """Wait until it ends, and return the result of `poll`."""
         if self.returncode is None:
             ready = select.poll()
@@ -268,11 +258,11 @@ class Forked:
                     self.returncode = _NUMBER.unpack(_exactly(self._connection, _NUMBER.size))[0]
         return self.returncode
 
-    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002 as Popen
+    def communicate(self, input=None, timeout=None):  # noqa: A002 as Popen
         """Write to its stdin, read its output until it ends, and return the output."""
         said: dict[int, Any] = {}
 
-        def read(number: int, pipe: IO[Any]) -> None:
+        def read(number, pipe):
             said[number] = pipe.read()
 
         readers = [
@@ -293,21 +283,21 @@ class Forked:
         self._close_pipes()
         return said.get(1), said.get(2)
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Send a signal, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
-    def terminate(self) -> None:
+    def terminate(self):
         """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
-    def _close_pipes(self) -> None:
+    def _close_pipes(self):
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -317,7 +307,7 @@ class Forked:
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     """`subprocess.Popen` in tests and in forked processes: our own modules and programs of the tests are forked."""
 
-    def __new__(cls, args: Any, **options: Any) -> Any:
+    def __new__(cls, args, **options):
         if isinstance(args, list | tuple) and args[0] == sys.executable:
             arguments = [str(each) for each in args[1:]]
             if arguments[0] == "-u":  # of torchrun
@@ -329,12 +319,12 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         return super().__new__(cls)
 
 
-def fork_modules() -> None:
+def fork_modules():
     """Have this process fork our own modules from now on."""
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
 
 
-def _forks() -> bool:
+def _forks():
     return (
         sys.platform == "linux"
         and not Path("/dev/nvidia0").exists()
@@ -342,19 +332,19 @@ def _forks() -> bool:
     )
 
 
-def address() -> str:
+def address():
     """Return the address of the server, which starts when it is needed."""
     return _address or _server()
 
 
-def use(server: str) -> None:
+def use(server):
     """Have what this process starts forked by the server at an address."""
     global _address
     _address = server
 
 
 @functools.cache
-def _server() -> str:
+def _server():
     """Return the address of a server that starts with the first connection to it, and ends with this process."""
     folder = tempfile.mkdtemp(prefix="anabranch-fork-")
     listener = socket.socket(socket.AF_UNIX)
@@ -362,7 +352,7 @@ def _server() -> str:
     listener.listen(64)
     ended, ends = os.pipe()
 
-    def run() -> None:
+    def run():
         with listener:
             if listener not in select.select([listener, ended], [], [])[0]:
                 return
@@ -381,7 +371,7 @@ def _server() -> str:
     thread = threading.Thread(target=run, name="server of forked processes", daemon=True)
     thread.start()
 
-    def end() -> None:
+    def end():
         os.close(ends)
         thread.join(20)
         shutil.rmtree(folder)
@@ -390,7 +380,7 @@ def _server() -> str:
     return f"{folder}/socket"
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection, size):
     content = b""
     while len(content) < size and (part := connection.recv(size - len(content))):
         content += part
@@ -399,7 +389,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return content
 
 
-def _load() -> None:
+def _load():
     """Import the packages of the tests, and those that torch imports with the first optimizer and the first ranks.
 
     The validators of the config are built too, which takes each process 0.1 s.
@@ -412,8 +402,8 @@ def _load() -> None:
     for module in _LOADED:
         importlib.import_module(module)
     from anabranch.core.settings import Section
-    from learner.config import OptimizerSettings
-    from learner.training.optimizers import build_optimizer
+    from anabranch.learner.settings.learner import OptimizerSettings
+    from anabranch.learner.train.optimizers import build_optimizer
 
     build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
     for section in _descendants_of(Section):
@@ -427,11 +417,11 @@ def _load() -> None:
     _collapse()
 
 
-def _descendants_of(kind: type) -> list[Any]:
+def _descendants_of(kind):
     return [each for child in kind.__subclasses__() for each in (child, *_descendants_of(child))]
 
 
-def _collapse() -> None:
+def _collapse():
     """Collapse the memory of this process into huge pages: a fork then copies a few hundred entries, not 70,000.
 
     Kernels before 6.1 refuse, which costs each fork 20 ms.
@@ -450,7 +440,7 @@ class _Served(NamedTuple):
     connection: socket.socket
 
 
-def _serve(listener: socket.socket) -> None:
+def _serve(listener):
     """Fork for each request until the tests end; in a forked process this function returns, and `_run` follows."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wakes = os.pipe()
@@ -494,7 +484,7 @@ def _serve(listener: socket.socket) -> None:
                             os.close(fd)
 
 
-def _send_children(connection: socket.socket, children: Mapping[int, _Served]) -> None:
+def _send_children(connection, children):
     parent = _NUMBER.unpack(_exactly(connection, _NUMBER.size))[0]
     matching = [(pid, served.request) for pid, served in children.items() if served.request["parent"] == parent]
     body = json.dumps(matching).encode()
@@ -502,7 +492,7 @@ def _send_children(connection: socket.socket, children: Mapping[int, _Served]) -
         connection.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def _reap(woken: int, children: dict[int, _Served]) -> None:
+def _reap(woken, children):
     os.read(woken, 4096)
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -511,7 +501,7 @@ def _reap(woken: int, children: dict[int, _Served]) -> None:
                 connection.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(found[1])))
 
 
-def _become(request: dict[str, Any], given: Sequence[int]) -> None:
+def _become(request, given):
     """Set up the forked process as requested."""
     import numpy as np
 
@@ -538,13 +528,13 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
     sys.argv[1:] = request["arguments"]
 
 
-def enter_network(descriptor: int) -> None:
+def enter_network(descriptor):
     """Take this thread into a network namespace, of which it gets a descriptor; it needs to be root's."""
     if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):
         raise OSError(ctypes.get_errno(), "setns")
 
 
-def _run() -> None:
+def _run():
     """Run the module, code or file of the arguments."""
     arguments = sys.argv[1:]
     safe = arguments[0] == "-P"
@@ -562,7 +552,7 @@ def _run() -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def _run_to_the_end() -> NoReturn:
+def _run_to_the_end():
     """Run, and end as the interpreter does, but for the last collection of all modules, which takes 0.3 s."""
     code: object = None
     try:

@@ -9,11 +9,9 @@ import threading
 import time
 import tomllib
 import urllib.request
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from learner.state_dir.report import LearnerReport, read_report
+from anabranch.learner.status.report import read_report
 from tests import forkserver
 from tests.support.waiting import PATIENCE_SECONDS, slowness
 
@@ -53,9 +51,7 @@ def build():
 """Runs out of memory with more than six events at once."""
 
 
-def write_pipeline(
-    folder: Path, bootstrap: str, topic: str, rest: str, *, model: str, status: str, stream: str = "", width: int = 3
-) -> Path:
+def write_pipeline(folder, bootstrap, topic, rest, *, model, status, stream="", width=3):
     """Write `pipeline.toml` and the module of its model, and return the path of the former.
 
     `rest` follows the first line of `[learner]`, and `stream` the first lines of `[stream]`; `width` is the number of
@@ -70,7 +66,7 @@ def write_pipeline(
 class Part:
     """`learner` or `serving` as a process of a pipeline; it ends with the tests, also if they are killed."""
 
-    def __init__(self, name: str, config: Path, **environment: str) -> None:
+    def __init__(self, name, config, **environment):
         self.state_dir = config.parent / "var"
         self.log = config.parent / f"{name}.log"
         with self.log.open("ab") as output:
@@ -81,7 +77,7 @@ class Part:
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
 
-    def until(self, poll: Callable[[], T | None], patience: float = PATIENCE_SECONDS) -> T:
+    def until(self, poll, patience=PATIENCE_SECONDS):
         """Return the first true value of `poll`; fail if the process ends first, or after `patience` seconds of an idle
         machine."""
         deadline = time.monotonic() + patience * slowness()
@@ -91,17 +87,17 @@ class Part:
             threading.Event().wait(0.02)
         return value
 
-    def kill(self) -> None:
+    def kill(self):
         """SIGKILL, and wait."""
         self.process.kill()
         self.process.wait()
 
-    def stop(self, patience: float = 30) -> int:
+    def stop(self, patience=30):
         """SIGTERM, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(patience * slowness())
 
-    def close(self) -> None:
+    def close(self):
         """Kill it, and close its stdin."""
         self.kill()
         assert self.process.stdin is not None
@@ -111,22 +107,20 @@ class Part:
 class Learner(Part):
     """A learner, of one process or of ranks, and its reports."""
 
-    def __init__(self, config: Path, **environment: str) -> None:
+    def __init__(self, config, **environment):
         super().__init__("learner", config, **environment)
         self.status = tomllib.loads(config.read_text())["learner"]["status"]
 
     @property
-    def report(self) -> LearnerReport | None:
+    def report(self):
         """Its newest report; not that of an earlier process."""
         report = read_report(self.state_dir)
         return report if report is not None and self.process.pid in (report.pid, report.launcher) else None
 
-    def wait_for(
-        self, condition: Callable[[LearnerReport], Any], patience: float = PATIENCE_SECONDS, no_more: int = 0
-    ) -> LearnerReport:
+    def wait_for(self, condition, patience=PATIENCE_SECONDS, no_more=0):
         """Return the first report that satisfies a condition, not of the rank of pid `no_more`."""
 
-        def poll() -> LearnerReport | None:
+        def poll():
             report = self.report
             return report if report is not None and report.pid != no_more and condition(report) else None
 
@@ -136,34 +130,34 @@ class Learner(Part):
             exc.add_note(str(self.report))
             raise
 
-    def get(self, path: str) -> str:
+    def get(self, path):
         """Return the answer of its status address."""
         with urllib.request.urlopen(f"http://{self.status}{path}", timeout=PATIENCE_SECONDS) as reply:
             return str(reply.read().decode())
 
-    def metric(self, name: str) -> float:
+    def metric(self, name):
         """Return a metric without labels."""
         match = re.search(rf"^anabranch_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)
         assert match, name
         return float(match[1])
 
 
-def events(count: int) -> list[dict[str, Any]]:
+def events(count):
     """Return events that a linear model can learn."""
     return [{"x": [float(i % 3 == k) for k in range(3)], "y": i % 3} for i in range(count)]
 
 
-def encoded(values: Iterable[Any]) -> list[bytes]:
+def encoded(values):
     """Return them as messages of JSON."""
     return [json.dumps(value).encode() for value in values]
 
 
-def total(report: LearnerReport) -> int:
+def total(report):
     """Return the number of events with an outcome."""
     return sum(report.outcomes.values())
 
 
-def adds_up(report: LearnerReport) -> bool:
+def adds_up(report):
     """Return whether the offsets of every partition add up, and each finished event has one outcome."""
     offsets = all(
         part.end - part.start == part.finished + part.passed + part.gaps + part.removed + part.pending

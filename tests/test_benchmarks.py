@@ -10,70 +10,27 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
-from typing import IO
 
 import numpy as np
 import pytest
 import torch
 
-from anabranch.config.model import Pipeline
-from tests import forkserver
+from anabranch.config.pipeline import Pipeline
 from tests.support.tokenizer import tokenizer_json
 from tests.support.waiting import wait_until
 
 Load = Callable[[str], ModuleType]
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def load() -> Load:
+def load():
     """A module of the harness, by its name."""
     return lambda name: importlib.import_module(f"benchmarks.harness.{name}")
 
 
-SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[!_]*.py"))
-EACH_IN_A_FORK = """
-import os, runpy, sys
-
-os.dup2(1, 2)
-for script in sys.argv[1:]:
-    print("==", script, flush=True)
-    if os.fork() == 0:
-        sys.argv[1:] = ["--help"]
-        runpy.run_module(f"benchmarks.{script}", run_name="__main__", alter_sys=True)
-        os._exit(0)
-    print("==", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def helped() -> dict[str, tuple[str, str]]:
-    """The output of each benchmark's `--help`, and its exit code.
-
-    Each runs in a forked process with our packages and torch already imported.
-    """
-    run = forkserver.run(["-c", EACH_IN_A_FORK, *SCRIPTS])
-    assert run.returncode == 0, run.stdout
-    _, *parts = run.stdout.split("== ")
-    return {
-        named.partition("\n")[0]: (named.partition("\n")[2], code.strip())
-        for named, code in zip(parts[::2], parts[1::2], strict=True)
-    }
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.process
-def test_a_benchmark_starts_and_has_the_common_options(helped: dict[str, tuple[str, str]], script: str) -> None:
-    said, code = helped[script]
-    assert code == "0", said
-    for option in ("--quick", "--only", "--json", "--save"):
-        assert option in said
-
-
-def test_stored_events_are_verified(load: Load) -> None:
+def test_stored_events_are_verified(load):
     events = load("events").Events(16)
     columns = events.columns(100_000_000, 300)
     x, label = columns["feature.x"], columns["label"]
@@ -86,7 +43,7 @@ def test_stored_events_are_verified(load: Load) -> None:
         events.verify(x, label, below=100_000_299)
 
 
-def test_every_arm_has_each_position_in_a_round(load: Load) -> None:
+def test_every_arm_has_each_position_in_a_round(load):
     called: list[str] = []
     arms = {name: lambda name=name: float(len(called.append(name) or called)) for name in "abc"}
     found = load("interleave").interleave(arms, rounds=3)
@@ -95,9 +52,7 @@ def test_every_arm_has_each_position_in_a_round(load: Load) -> None:
         assert sorted((int(position) - 1) % 3 for position in figures) == [0, 1, 2]
 
 
-def test_each_target_is_printed_as_met_or_missed(
-    load: Load, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_each_target_is_printed_as_met_or_missed(load, capsys, tmp_path):
     module, spread = load("results"), load("interleave").Spread
     results = module.Results("toy", {"speed": module.Target(5, least=True), "cost": module.Target(1.5)})
     results.add("speed", spread.of([4.0, 6.0, 7.0]))
@@ -114,7 +69,7 @@ def test_each_target_is_printed_as_met_or_missed(
     assert not [value for value in found.values() if isinstance(value, dict | list)]
 
 
-def test_saved_results_have_the_machine_and_the_revision_and_replace_no_file(load: Load, tmp_path: Path) -> None:
+def test_saved_results_have_the_machine_and_the_revision_and_one_line_a_run(load, tmp_path):
     module, spread = load("results"), load("interleave").Spread
     for form in (module.Form.QUICK, module.Form.QUICK, module.Form.LONG):
         results = module.Results("toy", {"mean_seconds": module.Target(0.5)})
@@ -123,10 +78,9 @@ def test_saved_results_have_the_machine_and_the_revision_and_replace_no_file(loa
         results.add("rate", float("nan"), unit="1/s")
         results.write(argparse.Namespace(json=None, save=tmp_path, form=form, only=["part"], data=tmp_path))
         results.write(argparse.Namespace(json=None, save=tmp_path, form=form, only=["part"], data=tmp_path))
-    (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("toy/*.json") if "-quick" not in path.stem)
-    machine = found["machine"]
-    stem = f"{found['time'][:10]}-{machine['name']}"
-    assert {path.stem for path in tmp_path.glob("toy/*")} == {stem, f"{stem}-quick", f"{stem}-quick-2"}
+    lines = [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
+    assert [line["parameters"]["form"] for line in lines] == ["quick", "quick", "long"]
+    found, machine = lines[-1], lines[-1]["machine"]
     assert set(machine) == {"name", "cpu", "cores", "gpu", "system", "python", "torch", "kafka"}
     assert (machine["torch"], found["revision"]) == (torch.__version__, module.revision())
     assert found["parameters"] == {"form": "long", "only": ["part"], "data": str(tmp_path)}
@@ -167,16 +121,16 @@ def test_saved_results_have_the_machine_and_the_revision_and_replace_no_file(loa
         ("swap_failed", ""),
     ],
 )
-def test_the_unit_follows_from_the_key(load: Load, key: str, unit: str) -> None:
+def test_the_unit_follows_from_the_key(load, key, unit):
     assert load("results").unit_of(key) == unit
 
 
 @pytest.fixture
-def forgetting() -> ModuleType:
+def forgetting():
     return importlib.import_module("benchmarks.forgetting")
 
 
-def test_a_data_set_may_contain_arrays_only(load: Load) -> None:
+def test_a_data_set_may_contain_arrays_only(load):
     data = load("data")
     arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(2)]
     (x, y) = data.unpickled(pickle.dumps(arrays, protocol=3))
@@ -188,14 +142,7 @@ def test_a_data_set_may_contain_arrays_only(load: Load) -> None:
         data.unpickled(b"cnumpy\nload\n(S'x'\ntR.")
 
 
-def test_a_missing_data_set_is_named(load: Load, tmp_path: Path) -> None:
-    np.savez(tmp_path / "elec.npz", x=np.zeros((2, 6), np.float32))
-    assert load("data").load("elec", tmp_path)["x"].shape == (2, 6)
-    with pytest.raises(SystemExit, match=r"mnist\.npz does not exist"):
-        load("data").load("mnist", tmp_path)
-
-
-def test_flights_are_in_scheduled_order_with_the_weather_of_their_hour(load: Load) -> None:
+def test_flights_are_in_scheduled_order_with_the_weather_of_their_hour(load):
     flights = (
         "year,month,day,sched_dep_time,sched_arr_time,dep_delay,arr_delay,air_time,carrier,flight,origin,dest,distance,"
         "hour,minute,time_hour\n"
@@ -219,7 +166,7 @@ def test_flights_are_in_scheduled_order_with_the_weather_of_their_hour(load: Loa
     assert late[7:].tolist() == [40, 30, 60, 10, 0, -1, 9]
 
 
-def test_texts_have_their_source_and_rating(load: Load, tmp_path: Path) -> None:
+def test_texts_have_their_source_and_rating(load, tmp_path):
     data = load("data")
     inner = io.BytesIO()
     with tarfile.open(fileobj=inner, mode="w:gz") as files:
@@ -234,14 +181,14 @@ def test_texts_have_their_source_and_rating(load: Load, tmp_path: Path) -> None:
     assert arrays["rating"].tolist() == [-0.5, 1, -1.5, 1, -2.5, 1, -3.5, 1]
 
 
-def add_file(files: tarfile.TarFile, name: str, content: bytes) -> None:
+def add_file(files, name, content):
     about = tarfile.TarInfo(name)
     about.size = len(content)
     files.addfile(about, io.BytesIO(content))
 
 
 @pytest.fixture
-def minilm(tmp_path: Path) -> Path:
+def minilm(tmp_path):
     """A folder with texts and a model's files in place of the fetched ones."""
     tokenizer = np.frombuffer(json.dumps(tokenizer_json()).encode(), np.uint8)
     np.savez(tmp_path / "minilm.npz", **{"tokenizer.json": tokenizer, "config.json": np.frombuffer(b"{}", np.uint8)})
@@ -250,7 +197,7 @@ def minilm(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_texts_are_in_an_order_that_no_run_changes(load: Load, minilm: Path) -> None:
+def test_texts_are_in_an_order_that_no_run_changes(load, minilm):
     texts = load("texts")
     first, second = texts.load_texts(minilm), texts.load_texts(minilm)
     assert first.text == second.text != sorted(first.text)
@@ -258,7 +205,7 @@ def test_texts_are_in_an_order_that_no_run_changes(load: Load, minilm: Path) -> 
     assert len(first.rows(30, 40)) == 10
 
 
-def test_each_arm_of_pretrained_is_a_valid_pipeline(load: Load, minilm: Path) -> None:
+def test_each_arm_of_pretrained_is_a_valid_pipeline(load, minilm):
     pretrained, texts = importlib.import_module("benchmarks.pretrained"), load("texts")
     folder = texts.write_minilm(minilm, minilm)
     stream = load("pipeline").Stream("localhost:1", "texts", texts.text_schema(folder), 40)
@@ -271,24 +218,24 @@ def test_each_arm_of_pretrained_is_a_valid_pipeline(load: Load, minilm: Path) ->
     assert texts.ids_of(["good film"], folder)[0, :5].tolist() == [2, 4, 6, 3, 0]
 
 
-def test_the_accuracy_of_texts_is_that_of_all_batches(load: Load, minilm: Path) -> None:
+def test_the_accuracy_of_texts_is_that_of_all_batches(load, minilm):
     texts = load("texts")
     folder = texts.write_minilm(minilm, minilm)
     label = np.array([0] * 60 + [1] * 20)
 
-    def by_first_word(ids: torch.Tensor) -> torch.Tensor:
+    def by_first_word(ids):
         return torch.nn.functional.one_hot((ids[:, 1] == 5).long(), 2).float()
 
     found = texts.Texts(["good"] * 60 + ["bad"] * 10 + ["good"] * 10, label)
     assert texts.accuracy(by_first_word, found, folder) == 100 * 70 / 80
 
 
-def test_a_pipeline_file_is_valid_toml(load: Load) -> None:
+def test_a_pipeline_file_is_valid_toml(load):
     document = {"a": {"b c": [1, 2.5, True]}, "d": float("inf"), "e": 'say "x"\n', "f": {"g": {"h": {}}}}
     assert tomllib.loads(load("pipeline").toml(document)) == document
 
 
-def test_the_images_are_ordered_by_task_and_shuffled_by_seed(forgetting: ModuleType) -> None:
+def test_the_images_are_ordered_by_task_and_shuffled_by_seed(forgetting):
     label = np.arange(1000) % 10
     first, second = (forgetting.in_task_order(label, seed) for seed in (0, 1))
     assert sorted(first.tolist()) == list(range(1000))
@@ -297,7 +244,7 @@ def test_the_images_are_ordered_by_task_and_shuffled_by_seed(forgetting: ModuleT
     assert np.array_equal(label[first] // 2, label[second] // 2)
 
 
-def test_an_hour_is_labelled_by_the_next_one_at_its_airport(load: Load) -> None:
+def test_an_hour_is_labelled_by_the_next_one_at_its_airport(load):
     """Rows of another airport follow; a missing direction has no label, and 350 degrees are in the sector of north."""
     strangers, names = (
         load("strangers"),
@@ -312,15 +259,15 @@ def test_an_hour_is_labelled_by_the_next_one_at_its_airport(load: Load) -> None:
     assert np.isfinite(strangers.stranger("warmer", arrays)[0]).all()
 
 
-def test_the_accuracy_is_the_mean_over_tasks_of_any_size(forgetting: ModuleType) -> None:
-    def always_zero(x: torch.Tensor) -> torch.Tensor:
+def test_the_accuracy_is_the_mean_over_tasks_of_any_size(forgetting):
+    def always_zero(x):
         return torch.nn.functional.one_hot(torch.zeros(len(x), dtype=torch.int64), 10).float()
 
     label = np.array([0] * 30 + [1] * 10 + [2, 4, 6, 8])
     assert forgetting.mean_of_tasks(always_zero, np.zeros((44, 1), np.float32), label) == pytest.approx(100 * 0.75 / 5)
 
 
-def test_a_model_predicts_with_the_average_of_its_weights(load: Load) -> None:
+def test_a_model_predicts_with_the_average_of_its_weights(load):
     torch.manual_seed(0)
     model = load("models").averaged_pixels_mlp([4, 3, 2], decay=0.5)
     x = torch.full((1, 4), 255.0)
@@ -336,7 +283,7 @@ def test_a_model_predicts_with_the_average_of_its_weights(load: Load) -> None:
     assert not [each for each in model.average.parameters() if each.requires_grad]
 
 
-def test_images_are_shifted_in_training_alone_and_nothing_wraps_around(load: Load) -> None:
+def test_images_are_shifted_in_training_alone_and_nothing_wraps_around(load):
     torch.manual_seed(0)
     shifted, image = load("models").Shifted(1), torch.zeros(28, 28, dtype=torch.uint8)
     image[0, 27] = 200
@@ -347,7 +294,7 @@ def test_images_are_shifted_in_training_alone_and_nothing_wraps_around(load: Loa
     assert {tuple(each.nonzero().flatten().tolist()) for each in found} == {(), (0, 26), (0, 27), (1, 26), (1, 27)}
 
 
-def test_an_average_of_weights_leaves_the_buffers_of_the_model_as_they_are(load: Load) -> None:
+def test_an_average_of_weights_leaves_the_buffers_of_the_model_as_they_are(load):
     model = load("models").Averaged(torch.nn.BatchNorm1d(2), decay=0.5, parts=1)
     with torch.no_grad():
         model.body.weight.fill_(3)
@@ -356,7 +303,7 @@ def test_an_average_of_weights_leaves_the_buffers_of_the_model_as_they_are(load:
     assert model.average.running_mean.tolist() == [0, 0]
 
 
-def test_narrowed_layers_compute_what_the_whole_ones_do_without_the_smallest_neurons(load: Load) -> None:
+def test_narrowed_layers_compute_what_the_whole_ones_do_without_the_smallest_neurons(load):
     torch.manual_seed(0)
     first, second, x = torch.nn.Linear(3, 6), torch.nn.Linear(6, 2), torch.randn(5, 3)
     with torch.no_grad():
@@ -391,7 +338,7 @@ while True:
 
 
 @contextlib.contextmanager
-def listening(program: str) -> Iterator[tuple[str, IO[bytes]]]:
+def listening(program):
     """A server that prints its port first; yields its URL, and the rest of its output."""
     server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
@@ -403,7 +350,7 @@ def listening(program: str) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 @pytest.mark.process
-def test_requests_arrive_on_time_while_the_server_stalls(load: Load) -> None:
+def test_requests_arrive_on_time_while_the_server_stalls(load):
     """The server stalls for half a second: each request that arrives in that time waits for the rest of it."""
     with listening(STALLING) as (url, _), load("load").Load(url, b"{}", {}) as requests:
         first = requests.turn(100, 1.0)
@@ -428,7 +375,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 @pytest.mark.process
-def test_a_connection_that_the_server_closed_is_not_used_again(load: Load) -> None:
+def test_a_connection_that_the_server_closed_is_not_used_again(load):
     with listening(HASTY) as (url, said), load("load").Load(url, b"{}", {}) as requests:
         first, _, second = requests.turn(10, 0.1), said.readline(), requests.turn(10, 0.1)
     assert (len(first.seconds), len(second.seconds), second.failed) == (1, 1, 0)
@@ -448,7 +395,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 @pytest.mark.process
-def test_a_chunked_answer_ends_with_its_last_chunk(load: Load) -> None:
+def test_a_chunked_answer_ends_with_its_last_chunk(load):
     with listening(CHUNKED) as (url, _), load("load").Load(url, b"{}", {}) as requests:
         seconds = 0.1
         while len((answers := requests.flood(1, seconds)).seconds) < 2:  # on a busy machine
@@ -457,21 +404,16 @@ def test_a_chunked_answer_ends_with_its_last_chunk(load: Load) -> None:
 
 
 @pytest.mark.process
-def test_clients_that_cannot_connect_are_counted(load: Load) -> None:
+def test_clients_that_cannot_connect_are_counted(load):
     with listening(HASTY) as (url, _):
         pass
     with load("load").Load(url, b"{}", {}) as requests:
         assert requests.flood(3, 0.1).failed == 3
 
 
-def test_each_peer_of_serving_has_a_program(load: Load) -> None:
-    module = load("serving_peer")
-    assert all(Path(module.__file__).with_name(f"{name}_peer.py").is_file() for name in module.PEERS)
-
-
 @pytest.mark.parametrize("kind", ["FOUR", "WIDE"])
 @pytest.mark.parametrize("form", ["avro", "protobuf", "json-schema", "json"])
-def test_every_message_of_the_ingest_benchmark_becomes_an_event(load: Load, form: str, kind: str) -> None:
+def test_every_message_of_the_ingest_benchmark_becomes_an_event(load, form, kind):
     module, formats = load("registered_messages"), load("ingest_formats")
     events = getattr(module, kind)
     fetched = formats._fetched(module.messages(events, form, 50))
@@ -485,7 +427,7 @@ def test_every_message_of_the_ingest_benchmark_becomes_an_event(load: Load, form
     assert assembled.columns["label"].tolist() == [event["y"] for event in expected]
 
 
-def test_the_benchmark_of_features_measures_both_parts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_benchmark_of_features_measures_both_parts(capsys, tmp_path):
     """On made-up files in place of the real streams, of 200 events."""
     random = np.random.default_rng(0)
     np.savez(tmp_path / "elec.npz", x=random.random((200, 6), np.float32), y=random.integers(0, 2, 200))

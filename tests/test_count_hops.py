@@ -3,7 +3,6 @@
 import importlib.util
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ def local():
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def toy(tmp_path, monkeypatch):
     """The module `one` of a package, which calls another one of it, and the package's folder."""
     folder = tmp_path / "package"
     folder.mkdir()
@@ -74,6 +73,14 @@ def test_a_training_step_is_counted_from_its_batch_to_its_end(tmp_path):
     steps = training_steps(3, tmp_path)
     assert len(steps) == 3
     for step in steps:
-        assert step.route[0] == "learner/stream/batches"
-        assert {"learner/loop", "learner/training/trainer", "replay/store"} <= set(step.called)
+        assert step.route[0] == "anabranch/learner/loop"
+        assert {f"anabranch/{each}" for each in ("learner/loop", "learner/train/trainer", "replay/store")} <= set(
+            step.called
+        )
         assert step.hops <= step.hops_with_returns < 2 * len(step.called)
+
+
+def test_the_steps_of_a_round_are_counted_as_one(tmp_path):
+    rounds = training_steps(30, tmp_path, of_round=3)
+    assert max(each.steps for each in rounds) > 1
+    assert all(each.called.count("anabranch/learner/stream/batches") for each in rounds)

@@ -9,22 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.config import LearnerSettings
-from learner.device_sharing.launch_depth import LaunchLimiter
-from learner.model.device import Precision
-from learner.model.task import Classification
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
-from replay.tiers.memory import MemoryTier
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.extensions.device_sharing.launches import LaunchLimiter
+from anabranch.learner.model.device import Precision
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.replay.tiers.memory import MemoryTier
 from tests.support.cuda_recorder import CudaRecorder
 
 CUDA = torch.device("cuda")
 
 
-def test_a_read_on_another_stream_needs_an_edge() -> None:
+def test_a_read_on_another_stream_needs_an_edge():
     with CudaRecorder() as cuda:
         written = torch.zeros(4, device=CUDA)
         side = torch.cuda.Stream(CUDA)
@@ -37,8 +38,8 @@ def test_a_read_on_another_stream_needs_an_edge() -> None:
 
 
 @pytest.mark.slow
-def test_memory_that_another_stream_uses_is_recorded_or_waited_for() -> None:
-    def program(*, records: bool, waits: bool) -> list[str]:
+def test_memory_that_another_stream_uses_is_recorded_or_waited_for():
+    def program(*, records, waits):
         with CudaRecorder() as cuda:
             side, now = torch.cuda.Stream(CUDA), torch.cuda.current_stream(CUDA)
             with torch.cuda.stream(side):
@@ -60,7 +61,7 @@ def test_memory_that_another_stream_uses_is_recorded_or_waited_for() -> None:
     assert "record_stream" in problem
 
 
-def test_an_asynchronous_copy_needs_pinned_memory() -> None:
+def test_an_asynchronous_copy_needs_pinned_memory():
     with CudaRecorder() as cuda:
         torch.ones(4).pin_memory().to(CUDA, non_blocking=True)
         torch.empty(4, pin_memory=True).to(CUDA, non_blocking=True)
@@ -70,7 +71,7 @@ def test_an_asynchronous_copy_needs_pinned_memory() -> None:
         cuda.check()
 
 
-def test_a_copy_in_inference_mode_is_recorded_as_any_other() -> None:
+def test_a_copy_in_inference_mode_is_recorded_as_any_other():
     with CudaRecorder() as cuda, torch.inference_mode():
         there = torch.ones(4).to(CUDA, torch.float64)
         assert there.is_cuda
@@ -79,7 +80,7 @@ def test_a_copy_in_inference_mode_is_recorded_as_any_other() -> None:
     assert cuda.sites("copy") == ["cpu to cuda", "cuda to cpu"]
 
 
-def test_the_host_reads_a_copy_after_its_event_alone() -> None:
+def test_the_host_reads_a_copy_after_its_event_alone():
     with CudaRecorder() as cuda:
         host = torch.empty(4, pin_memory=True)
         host.copy_(torch.full((4,), 7.0, device=CUDA), non_blocking=True)
@@ -94,11 +95,11 @@ def test_the_host_reads_a_copy_after_its_event_alone() -> None:
         cuda.check()
 
 
-def test_host_waits_are_counted_by_call_site() -> None:
+def test_host_waits_are_counted_by_call_site():
     with CudaRecorder() as cuda:
         x = torch.arange(4, device=CUDA)
 
-        def wait() -> None:
+        def wait():
             assert x.sum().item() == 6
             assert x.tolist() == [0, 1, 2, 3]
             assert x.cpu().device.type == "cpu"
@@ -113,7 +114,7 @@ def test_host_waits_are_counted_by_call_site() -> None:
     assert cuda.waits == Counter({site: 4})
 
 
-def test_tensors_of_two_devices_do_not_go_together() -> None:
+def test_tensors_of_two_devices_do_not_go_together():
     with CudaRecorder(devices=2):
         with pytest.raises(RuntimeError, match="same device"):
             torch.ones(2, device="cuda:1") + torch.ones(2)
@@ -124,11 +125,11 @@ def test_tensors_of_two_devices_do_not_go_together() -> None:
             torch.ones(2, device="cuda:1").numpy()
 
 
-def test_other_threads_are_recorded_with_their_own_device_and_stream() -> None:
+def test_other_threads_are_recorded_with_their_own_device_and_stream():
     with CudaRecorder(devices=2) as cuda:
         seen: list[object] = []
 
-        def work() -> None:
+        def work():
             torch.cuda.set_device(1)
             seen.append(torch.zeros(1, device=CUDA).device.index)
             seen.append(torch.cuda.current_stream().device.index)
@@ -141,8 +142,8 @@ def test_other_threads_are_recorded_with_their_own_device_and_stream() -> None:
     assert cuda.calls == [("set_device", (1, "worker"))]
 
 
-def test_a_model_trains_as_on_the_cpu() -> None:
-    def weights(device: torch.device) -> list[torch.Tensor]:
+def test_a_model_trains_as_on_the_cpu():
+    def weights(device):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -164,13 +165,15 @@ def test_a_model_trains_as_on_the_cpu() -> None:
 class TestOurs:
     """Code of the learner and the store runs unchanged."""
 
-    def test_columns_cross_without_a_wait_and_in_order(self) -> None:
+    def test_columns_cross_without_a_wait_and_in_order(self):
         features = {"x": {"dtype": "float32", "shape": [3]}}
         schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
         settings, strategy = LearnerSettings(), STRATEGIES["none"]()
         with CudaRecorder() as cuda:
             model = nn.Linear(3, 3).to(CUDA)
-            trainer = Trainer(model, Classification(), strategy, schema, settings, CUDA, Precision("fp32", None))
+            trainer = Trainer(
+                TrainingSetup(model, Classification(), strategy, schema, settings, CUDA, Precision("fp32", None))
+            )
             waits, copies = Counter(cuda.waits), len(cuda.sites("copy"))
             new = trainer.examples(fake_columns(schema, range(8)))
             assert new.features["x"].is_cuda
@@ -181,7 +184,7 @@ class TestOurs:
         cuda.check()
         assert set(cuda.sites("copy")[copies:]) == {"cpu to cuda, non_blocking"}
 
-    def test_at_most_two_micro_batches_are_queued(self) -> None:
+    def test_at_most_two_micro_batches_are_queued(self):
         with CudaRecorder() as cuda:
             limiter = LaunchLimiter(CUDA)
             for _ in range(4):
@@ -192,13 +195,13 @@ class TestOurs:
         assert cuda.sites("wait") == ["Event.synchronize"] * 5
 
     @pytest.mark.parametrize("on_host", [False, True])
-    def test_rows_come_from_the_memory_tier(self, on_host: bool) -> None:
+    def test_rows_come_from_the_memory_tier(self, on_host):
         rows = np.random.default_rng(0).integers(0, 256, (5, 16), dtype=np.uint8)
         slots = np.arange(5)
         with CudaRecorder() as cuda:
             tier = MemoryTier(16, 8, CUDA, on_host=on_host)
             tier.put(slots, torch.from_numpy(rows))
-            gathered = tier.gather(slots[::-1].copy())
+            gathered = tier.copy(slots[::-1].copy()).rows()
             assert gathered.is_cuda
             assert np.array_equal(gathered.cpu().numpy(), rows[::-1])
             tier.close()

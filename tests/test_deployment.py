@@ -8,11 +8,9 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,8 +19,8 @@ from prometheus_client import CollectorRegistry
 
 from anabranch.config.loader import load_config
 from anabranch.core.durations import parse_duration
-from learner.runtime.status_server import serve_status
-from replay.tiers.redis_server import RedisServer
+from anabranch.learner.status.status_server import serve_status
+from anabranch.replay.tiers.redis_server import RedisServer
 from tests.support import kafka
 from tests.support.waiting import wait_until
 from tools import reference
@@ -41,33 +39,55 @@ ELSEWHERE = {
 VARIABLE = re.compile(r"\$\{(\w+)(?:(:[-?])([^}]*))?\}")
 
 
-def interpolated(text: str, environment: dict[str, str]) -> str:
+def interpolated(text, environment):
     return VARIABLE.sub(lambda match: environment.get(match[1]) or match[3], text)
 
 
-def compose(name: str = "compose.yaml", **environment: str) -> Any:
+def compose(name="compose.yaml", **environment):
     text = (ROOT / name).read_text(encoding="utf-8")
     return yaml.safe_load(interpolated(text, REQUIRED | environment))
 
 
 SERVICES = compose()["services"]
-DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/anabranch.json").read_text(encoding="utf-8"))
+DASHBOARD = json.loads((ROOT / "deploy/helm/anabranch/files/dashboards/anabranch.json").read_text(encoding="utf-8"))
 RULES = [
     rule
-    for group in yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text(encoding="utf-8"))["groups"]
+    for group in yaml.safe_load((ROOT / "deploy/helm/anabranch/files/alerts.yml").read_text(encoding="utf-8"))["groups"]
     for rule in group["rules"]
 ]
 
 
-def in_compose_files() -> Iterator[re.Match[str]]:
+def in_compose_files():
     for name in ("compose.yaml", "compose.gpu.yaml", "compose.mps.yaml"):
         yield from VARIABLE.finditer((ROOT / name).read_text(encoding="utf-8"))
 
 
-def expressions() -> Iterator[str]:
+def expressions():
     yield from (rule["expr"] for rule in RULES)
     yield from (target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", []))
     yield from (annotation["expr"] for annotation in DASHBOARD["annotations"]["list"])
+
+
+class TestRelease:
+    def test_each_action_is_pinned_by_digest(self):
+        workflows = [path.read_text(encoding="utf-8") for path in sorted((ROOT / ".github/workflows").glob("*.yml"))]
+        used = [line for text in workflows for line in re.findall(r"uses: (.*)", text)]
+        assert len(used) > 10
+        assert [line for line in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
+
+    def test_the_extra_all_has_every_other_one(self):
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+            "optional-dependencies"
+        ]
+        (everything,) = extras.pop("all")
+        assert set(re.fullmatch(r"anabranch\[(.*)\]", everything)[1].split(",")) == set(extras)
+
+    def test_the_package_says_that_it_has_types(self):
+        assert (ROOT / "anabranch" / "py.typed").exists()
+
+    @pytest.mark.parametrize("package", ["ingest", "learner", "replay", "serving"])
+    def test_each_package_of_the_tree_is_a_link_in_the_one_that_is_installed(self, package):
+        assert (ROOT / "anabranch" / package).readlink() == Path("..") / package
 
 
 class TestImage:
@@ -81,7 +101,8 @@ class TestImage:
 
     @pytest.mark.process
     @pytest.mark.parametrize(
-        ("extras", "more"), [("", []), ("fast,redis", ["confluent-kafka", "redis"]), ("codecs", [])]
+        ("extras", "more"),
+        [("", []), ("fast,redis", ["confluent-kafka", "redis"]), ("codecs", []), ("all", ["faiss-cpu"])],
     )
     def test_it_can_read_every_compression_of_a_producer(self, extras, more, tmp_path):
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -91,7 +112,8 @@ class TestImage:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         names = [re.match("[a-z0-9-]+", line)[0] for line in lines]
         assert {"torch", "lz4", "python-snappy", "zstandard", *more} <= set(names)
-        assert names.count("lz4") == 1
+        assert "anabranch" not in names
+        assert extras == "all" or names.count("lz4") == 1
 
     def test_its_python_is_supported(self):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -153,7 +175,7 @@ class TestImage:
         if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
             pytest.skip("there are no pid namespaces for users here")
         code = (
-            "import os, signal, sys; from anabranch import __main__; from anabranch.cli import app as cli;"
+            "import os, signal, sys; from anabranch import __main__; from anabranch import cli;"
             "cli.main = lambda: os.kill(os.getpid(), signal.SIGTERM) or 0; sys.exit(__main__.main())"
         )
         assert subprocess.run([*namespace, sys.executable, "-c", code], cwd=ROOT).returncode == 143
@@ -196,7 +218,9 @@ class TestCompose:
     @pytest.mark.parametrize("name", OURS)
     def test_its_environment_is_a_valid_config(self, name):
         baked = dict(re.findall(r"^ENV (ANABRANCH__\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
-        config = load_config(ROOT / "anabranch/commands/template/pipeline.toml", baked | SERVICES[name]["environment"])
+        config = load_config(
+            ROOT / "anabranch/commands/init/template/pipeline.toml", baked | SERVICES[name]["environment"]
+        )
         assert config.pipeline.stream.bootstrap_servers == "kafka:19092"
         assert f"state:{config.state_dir}" in SERVICES[name]["volumes"]
         assert f":{config.pipeline.serving.port}" in SERVICES["serving"]["ports"][0]
@@ -210,13 +234,14 @@ class TestCompose:
         assert given == {name: set() for name in SERVICES} | {"learner": {"READ_TOKEN"}, "serving": set(REQUIRED)}
 
     def test_the_stop_grace_period_is_longer_than_the_stop_timeout(self):
-        pipeline = load_config(ROOT / "anabranch/commands/template/pipeline.toml", {}).pipeline
+        pipeline = load_config(ROOT / "anabranch/commands/init/template/pipeline.toml", {}).pipeline
         for name, longest in (("learner", pipeline.learner.stop_timeout), ("serving", pipeline.serving.timeout)):
             assert parse_duration(SERVICES[name]["stop_grace_period"]) >= longest + timedelta(seconds=5)
 
     def test_its_commands_exist(self):
         for name in OURS:
-            assert SERVICES[name]["command"][0] in reference.commands()
+            words = SERVICES[name]["command"]
+            assert {words[0], " ".join(words[:2])} & set(reference.commands())
 
     def test_our_containers_can_write_to_the_state_alone(self):
         for name in OURS:
@@ -284,7 +309,7 @@ class TestCompose:
         for service in SERVICES.values():
             for volume in service.get("volumes", []):
                 source = volume.partition(":")[0]
-                assert source in named or (ROOT / source).is_dir(), volume
+                assert source in named or (ROOT / source).exists(), volume
 
     def test_the_gpu_override_changes_existing_services(self):
         override = compose("compose.gpu.yaml")["services"]
@@ -347,13 +372,19 @@ class TestMonitoring:
         (secret,) = SERVICES["prometheus"]["secrets"]
         assert config["scrape_configs"][0]["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
         assert compose()["secrets"][secret]["environment"] == "READ_TOKEN"
-        assert config["rule_files"] == ["alerts.yml"]
+        (rules,) = config["rule_files"]
+        assert f"./deploy/helm/anabranch/files/alerts.yml:{rules}:ro" in SERVICES["prometheus"]["volumes"]
 
-    def test_alerts_have_a_summary_and_a_way_out(self):
-        assert len({rule["alert"] for rule in RULES}) == len(RULES)
+    def test_alerts_have_a_summary_a_way_out_and_a_runbook(self):
+        values = yaml.safe_load((ROOT / "deploy/helm/anabranch/values.yaml").read_text(encoding="utf-8"))
+        page = values["monitoring"]["prometheusRule"]["runbook"]
+        headings = re.findall(r"^## (\w+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert headings == [rule["alert"] for rule in RULES]
+        assert len(set(headings)) == len(RULES)
         for rule in RULES:
             assert rule["labels"]["severity"] in ("critical", "warning")
-            assert set(rule["annotations"]) == {"summary", "description"}
+            assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+            assert rule["annotations"]["runbook_url"] == f"{page}#{rule['alert'].lower()}"
 
     def test_alerts_fire_when_they_should(self):
         if shutil.which("promtool") is None:
@@ -386,4 +417,5 @@ class TestMonitoring:
         assert source["url"] == "http://prometheus:9090"
         path = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
         assert path == f"{provider['options']['path']}/anabranch.json"
-        assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in SERVICES["grafana"]["volumes"]
+        folder = "./deploy/helm/anabranch/files/dashboards"
+        assert f"{folder}:{provider['options']['path']}:ro" in SERVICES["grafana"]["volumes"]

@@ -1,40 +1,29 @@
-"""tools/draw_benchmarks.py: which saved results are shown, and that the output depends on nothing else."""
+"""tools/draw_benchmarks.py: which saved figures the page shows, and that they depend on nothing else."""
 
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tools import draw_benchmarks
-from tools.draw_benchmarks import BEGIN, END, ROOT, Scale, outputs
-
-BLOCK = BEGIN.format("toy") + "old\n" + END
+from tools.draw_benchmarks import main, newest, plot, written
 
 SVG = "{http://www.w3.org/2000/svg}"
 Save = Callable[..., None]
 
 
-def figure(key: str, value: float | None, **others: Any) -> dict[str, Any]:
+def figure(key, value, **others):
     return {"key": key, "value": value, "unit": "s", "least": None, "most": None, "target": None, "met": None, **others}
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "benchmarks.md").write_text(f"before\n\n{BLOCK}\nafter\n")
-    return tmp_path
+def save(tmp_path):
+    """Saves a run: `save(benchmark, day, *figures, form="long", cpu="one")`."""
 
-
-@pytest.fixture
-def save(root: Path) -> Save:
-    """Saves a result: `save(benchmark, day, *figures, form="long", cpu="one")`."""
-
-    def save(benchmark: str, day: int, *figures: dict[str, Any], form: str = "long", cpu: str = "one") -> None:
+    def save(benchmark, day, *figures, form="long", cpu="one"):
         machine = {"name": cpu, "cpu": cpu, "cores": 2, "gpu": None, "python": "3.11", "torch": "2.13"}
-        document = {
+        run = {
             "benchmark": benchmark,
             "time": f"2026-11-{day:02}T10:00:00+00:00",
             "revision": f"r{day}",
@@ -42,115 +31,109 @@ def save(root: Path) -> Save:
             "machine": machine,
             "figures": list(figures),
         }
-        path = root / "benchmarks" / "results" / benchmark / f"{day}-{cpu}-{form}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document))
+        with (tmp_path / f"{benchmark}.jsonl").open("a") as file:
+            file.write(json.dumps(run) + "\n")
 
     return save
 
 
 @pytest.fixture(autouse=True)
-def _nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_changed(monkeypatch):
     monkeypatch.setattr(draw_benchmarks, "CHANGED", "2026-11-01")
 
 
-def rows(root: Path) -> list[list[str]]:
-    """Return the cells of the tables' rows, the first with the key alone."""
-    page = outputs(root)[root / "docs" / "benchmarks.md"]
-    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| [")]
-    return [[cells[0].partition("`")[2].partition("`")[0], *cells[1:]] for cells in found]
+def block(comment, tmp_path):
+    """Return what is written between a comment and its end."""
+    page = written(f"before\n<!-- {comment} -->\nold\n<!-- end -->\nafter\n", tmp_path)
+    assert page.startswith(f"before\n<!-- {comment} -->\n\n")
+    assert page.endswith("\n\n<!-- end -->\nafter\n")
+    return page.split("\n\n")[1]
 
 
-def plots(root: Path) -> dict[str, ET.Element]:
-    return {path.name: ET.fromstring(text) for path, text in outputs(root).items() if path.suffix == ".svg" and text}
-
-
-def test_the_page_and_the_plots_are_up_to_date(monkeypatch):
+def test_the_page_is_up_to_date(monkeypatch):
     """If this fails, run python tools/draw_benchmarks.py."""
     monkeypatch.undo()
-    assert draw_benchmarks.main(["--check"], ROOT) == 0
+    assert main(["--check"]) == 0
 
 
-def test_the_newest_long_form_is_shown_with_its_spread_target_and_remark(root, save):
+def test_the_newest_long_form_is_shown_with_its_spread_and_target(tmp_path, save):
     spread = {"least": 0.1, "most": 1234.5, "target": "<= 0.3", "remark": "ten"}
-    save("toy", 1, figure("speed", 0.2, **spread, met=True))
     save("toy", 2, figure("speed", 0.4, **spread, met=False))
+    save("toy", 1, figure("speed", 0.2, **spread, met=True))
     save("toy", 3, figure("speed", 0.1, **spread, met=True), form="quick")
-    assert rows(root) == [["speed", "0.4", "s", "0.1 to 1234", "at most 0.3: missed", "ten", "long", "2026-11-02, r2"]]
+    expected = "* `speed`: **0.4 s** (0.1..1234), target \N{LESS-THAN OR EQUAL TO} 0.3: **missed**; 2026-11-02, one"
+    assert block("figures: toy speed", tmp_path) == expected
 
 
-def test_a_figure_from_before_the_code_changed_is_marked(root, save, monkeypatch):
+def test_the_quick_form_is_shown_if_there_is_no_other(tmp_path, save):
+    save("toy", 1, figure("speed", None))
+    save("toy", 1, figure("speed", 1.0, unit="", target="= 1", met=True), form="quick")
+    assert block("figures: toy speed", tmp_path) == "* `speed`: **1**, target = 1: met; 2026-11-01, one, quick"
+
+
+def test_a_figure_from_before_the_code_changed_is_marked(tmp_path, save, monkeypatch):
     monkeypatch.setattr(draw_benchmarks, "CHANGED", "2026-11-02")
-    save("toy", 1, figure("old", 1.0, target="<= 1", met=True))
-    save("toy", 2, figure("new", 1.0, target="<= 1", met=True))
-    assert {cells[0]: cells[7] for cells in rows(root)} == {"old": "2026-11-01, r1 \N{DAGGER}", "new": "2026-11-02, r2"}
+    save("toy", 1, figure("old", 1.0))
+    save("toy", 2, figure("new", 1.0))
+    old, new = block("figures: toy old new", tmp_path).splitlines()
+    assert old.endswith("2026-11-01 \N{DAGGER}, one")
+    assert new.endswith("2026-11-02, one")
 
 
-def test_each_machine_has_its_own_table_and_the_quick_form_if_there_is_no_other(root, save):
-    save("toy", 1, figure("speed", 1.0, target="<= 1", met=True))
-    save("toy", 2, figure("speed", 2.0, target="<= 1", met=False), form="quick", cpu="other")
-    assert [(cells[1], cells[6]) for cells in rows(root)] == [("1", "long"), ("2", "quick")]
-    (image,) = plots(root).values()
-    legend = [text.text for text in image.iter(f"{SVG}text")][-2:]
-    assert legend == ["one, 2 cores, no GPU, long form", "other, 2 cores, no GPU, quick form"]
+def test_a_missed_target_is_on_the_page_even_if_no_comment_names_it(tmp_path, save):
+    missed = {"target": ">= 2", "met": False}
+    save("toy", 1, figure("hidden", 1.5, **missed), figure("shown", 1.0, **missed))
+    save("other", 1, figure("met", 3.0, target=">= 2", met=True), figure("repaired", 1.0, **missed))
+    save("other", 2, figure("repaired", 2.5, target=">= 2", met=True))
+    page = written("<!-- figures: toy shown -->\n<!-- end -->\n<!-- missed -->\n<!-- end -->\n", tmp_path)
+    assert page.endswith(
+        "<!-- missed -->\n\n* toy: `hidden` 1.5, target \N{GREATER-THAN OR EQUAL TO} 2\n\n<!-- end -->\n"
+    )
 
 
-def test_figures_with_a_target_ratios_percentages_and_chosen_keys_are_shown(root, save, monkeypatch):
-    monkeypatch.setitem(draw_benchmarks.ALSO_SHOWN, "toy", ("chosen",))
-    kinds = [figure("plain", 1.0), figure("ratio", 1.0, unit="ratio"), figure("percentage", 1.0, unit="%")]
-    kinds += [figure("chosen", 1.0), figure("unknown", None), figure("bound", 0.0, target="= 0", met=True)]
-    save("toy", 1, *kinds)
-    assert [(cells[0], cells[4]) for cells in rows(root)] == [
-        ("bound", "exactly 0: met"),
-        ("ratio", ""),
-        ("percentage", ""),
-        ("chosen", ""),
-    ]
-    assert len(plots(root)) == 4
+def test_a_figure_that_no_result_has_is_an_error(tmp_path, save):
+    save("toy", 1, figure("speed", 1.0))
+    with pytest.raises(ValueError, match=r"no saved result has these figures of the page: other speed, toy gone$"):
+        written("<!-- figures: toy gone -->\n<!-- end -->\n<!-- figures: other speed -->\n<!-- end -->\n", tmp_path)
 
 
-def test_a_plot_has_a_point_for_each_result_in_the_order_of_time(root, save):
-    for day in (9, 1, 4):
-        save("toy", day, figure("speed", float(day), target="<= 5", met=True))
-    (image,) = plots(root).values()
-    *points, _legend = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in image.iter(f"{SVG}circle")]
-    assert len(points) == 3
-    assert points == sorted(points)
-    assert [y for _, y in points] == sorted((y for _, y in points), reverse=True)
-
-
-def test_a_second_run_changes_nothing_and_old_plots_are_deleted(root, save, capsys):
-    save("toy", 1, figure("speed", 1.0, target="<= 1", met=True))
-    images = root / "docs" / "images" / "benchmarks"
-    images.mkdir(parents=True)
-    (images / "toy-gone.svg").write_text("<svg/>")
-    assert draw_benchmarks.main(["--check"], root) == 1
-    assert (images / "toy-gone.svg").exists()
-    assert draw_benchmarks.main([], root) == 0
-    assert [path.name for path in images.iterdir()] == ["toy-speed.svg"]
-    page = (root / "docs" / "benchmarks.md").read_text()
-    assert page.startswith(f"before\n\n{BEGIN.format('toy')}\none, 2 cores, no GPU; Python 3.11, torch 2.13:\n")
-    assert page.endswith(f"|\n\n{END}\nafter\n")
-    assert "old" not in page
+def test_a_second_run_changes_nothing(tmp_path, save, capsys):
+    save("toy", 1, figure("speed", 1.0))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- figures: toy speed -->\n<!-- end -->\n")
+    assert main(["--check"], page, tmp_path) == 1
+    assert "**" not in page.read_text()
+    assert main([], page, tmp_path) == 0
+    assert "* `speed`: **1 s**; 2026-11-01, one\n" in page.read_text()
     capsys.readouterr()
-    assert draw_benchmarks.main(["--check"], root) == 0
+    assert main(["--check"], page, tmp_path) == 0
     assert capsys.readouterr().out == ""
 
 
-def test_a_page_without_the_comments_of_a_benchmark_is_an_error(root, save):
-    save("other", 1, figure("speed", 1.0))
-    with pytest.raises(ValueError, match=r"benchmarks\.md lacks these lines, .* other .*\n<!-- results of other: "):
-        outputs(root)
+def test_all_newest_figures_are_printed(tmp_path, save, capsys):
+    save("toy", 1, figure("speed", 1.0), figure("cost", 2.0))
+    assert main(["--show"], results=tmp_path) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "## toy",
+        "",
+        "* `speed`: **1 s**; 2026-11-01, one",
+        "* `cost`: **2 s**; 2026-11-01, one",
+        "",
+    ]
 
 
-@pytest.mark.parametrize(
-    ("values", "ticks"),
-    [
-        ([0.9, 0.984], [0.9, 0.95, 1.0]),
-        ([-1.0, 7.0], [-2.0, 0.0, 2.0, 4.0, 6.0, 8.0]),
-        ([3.0], [1.0, 2.0, 3.0, 4.0, 5.0]),
-        ([0.0], [-1.0, -0.5, 0.0, 0.5, 1.0]),
-    ],
-)
-def test_ticks_are_round_numbers_around_all_values(values, ticks):
-    assert Scale.over(values).ticks == ticks
+def test_a_plot_has_a_bar_for_each_figure_of_the_first_ones_unit(tmp_path, save):
+    save(
+        "toy",
+        1,
+        figure("half", 1.0, target="<= 0.5", met=False),
+        figure("whole", 2.0, least=1.5, most=2.5),
+        figure("negative", -1.0),
+        figure("other", 9.0, unit="ratio"),
+    )
+    image = ET.fromstring("\n".join(plot("toy", list(newest(tmp_path / "toy.jsonl").values()))))
+    bars = [bar for bar in image.iter(f"{SVG}rect") if bar.get("class")]
+    assert [bar.get("class") for bar in bars] == ["bar missed", "bar", "bar"]
+    half, whole, negative = (float(bar.get("width")) for bar in bars)
+    assert half == pytest.approx(negative, abs=0.1) == pytest.approx(whole / 2, abs=0.1)
+    assert len([path for path in image.iter(f"{SVG}path") if path.get("class") == "target"]) == 1

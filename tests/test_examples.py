@@ -8,7 +8,6 @@ import runpy
 import shutil
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,23 +17,22 @@ import onnxruntime
 import pytest
 import torch
 
-from anabranch.cli import app as cli
-from anabranch.commands.exporting.program import ProgramFormat, export_program
+from anabranch import cli
+from anabranch.commands.versions.export.program import export_program
 from anabranch.config.loader import Config, load_config
-from ingest.events.schema import Schema
-from ingest.formats.registry import FORMATS
-from learner.model.base_file import write_base
-from learner.model.device import Precision
-from learner.model.factory import build_on_device, check_model, make_task
-from learner.model.task import Task
-from learner.model.trained_set import trained_state
-from learner.state_dir.bases import bases_in
-from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
-from learner.strategies.registry import build_strategy
-from learner.training.trainer import Trainer
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion, load_version
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.model.device import Precision
+from anabranch.learner.model.factory import build_on_device, check_model, make_task
+from anabranch.learner.model.trained_set import trained_state, write_base
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.strategies.registry import build_strategy
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import load_version
 from tests.pipelines import Part
+from tests.support.formats import FORMATS
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/pipeline.toml"))
@@ -51,7 +49,7 @@ class Example(NamedTuple):
     columns: dict[str, np.ndarray]
     events: list[dict[str, Any]]
 
-    def train(self, rows: np.ndarray, **changes: Any) -> tuple[Trainer, np.ndarray]:
+    def train(self, rows, **changes):
         """Train on events in order, with `[learner]` except for `changes`; return the score of each step."""
         pipeline, random = self.config.pipeline, np.random.default_rng(0)
         settings = pipeline.learner.model_validate({**pipeline.learner.model_dump(), **changes})
@@ -59,8 +57,8 @@ class Example(NamedTuple):
         strategy = build_strategy(settings.strategy, pipeline.model, task)
         torch.manual_seed(pipeline.seed)
         model = build_on_device(pipeline.model, self.config.folder, CPU)
-        trainer = Trainer(model, task, strategy, self.schema, settings, CPU, Precision("fp32", None))
-        ratio = settings.replay_ratio if strategy.replays and settings.replay_ratio != "auto" else 0
+        trainer = Trainer(TrainingSetup(model, task, strategy, self.schema, settings, CPU, Precision("fp32", None)))
+        ratio = settings.replay_ratio if strategy.kind.replays and settings.replay_ratio != "auto" else 0
         scores, stored, batch = [], rows[:0], settings.batch_size
         for begin in range(0, len(rows), batch):
             new = rows[begin : begin + batch]
@@ -71,21 +69,21 @@ class Example(NamedTuple):
                 stored = random.choice(stored, pipeline.replay.capacity, replace=False)
         return trainer, np.array(scores)
 
-    def score(self, trainer: Trainer, rows: np.ndarray) -> float:
+    def score(self, trainer, rows):
         """Return the mean score of events in evaluation mode."""
         labelled, score = trainer.probe(self._take(trainer, rows))
         return score / labelled
 
-    def _take(self, trainer: Trainer, rows: np.ndarray) -> Any:
+    def _take(self, trainer, rows):
         return trainer.examples({name: column[rows] for name, column in self.columns.items()})
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made(tmp_path_factory):
     """`made(name)`: a copy of an example with its events, made once."""
 
     @functools.cache
-    def make(name: str) -> Path:
+    def make(name):
         folder = tmp_path_factory.mktemp("made") / name
         shutil.copytree(FOLDER / name, folder, ignore=shutil.ignore_patterns("var", "events.jsonl", "__pycache__"))
         with contextlib.chdir(folder), mock.patch.object(sys, "path", [str(folder), *sys.path]):
@@ -98,9 +96,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def copied(
-    request: pytest.FixtureRequest, made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def copied(request, made, tmp_path, monkeypatch):
     """A copy of the example that the test names, with its events. Most have a module named `my_model`."""
     folder = tmp_path / request.param
     shutil.copytree(made(request.param), folder)
@@ -112,11 +108,11 @@ def copied(
 
 
 @pytest.fixture(scope="module")
-def decoded(made: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, np.ndarray], list[dict[str, Any]]]]:
+def decoded(made):
     """`decoded(name)`: the columns and the JSON of an example's events, decoded once."""
 
     @functools.cache
-    def decode(name: str) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    def decode(name):
         folder = made(name)
         schema = Schema(load_config(folder / "pipeline.toml", {}).pipeline.events)
         lines = (folder / "events.jsonl").read_bytes().splitlines()
@@ -128,12 +124,12 @@ def decoded(made: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, np.n
 
 
 @pytest.fixture
-def example(copied: Path, decoded: Callable[[str], tuple[dict[str, np.ndarray], list[dict[str, Any]]]]) -> Example:
+def example(copied, decoded):
     config = load_config(copied / "pipeline.toml", {})
     return Example(config, Schema(config.pipeline.events), *decoded(copied.name))
 
 
-def trivial_score(task: Task, label: np.ndarray) -> float:
+def trivial_score(task, label):
     """Return the best score of a constant answer."""
     if label.ndim == 1:
         return float(np.bincount(label).max() / len(label))
@@ -144,7 +140,7 @@ def trivial_score(task: Task, label: np.ndarray) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copied", NAMES, indirect=True)
-def test_the_model_fits_the_schema(example: Example) -> None:
+def test_the_model_fits_the_schema(example):
     model = example.config.pipeline.model
     built = build_on_device(model, example.config.folder, CPU)
     assert check_model(built, make_task(model.task), example.schema, CPU) == (example.schema.label.classes,)
@@ -153,13 +149,13 @@ def test_the_model_fits_the_schema(example: Example) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copied", NAMES, indirect=True)
-def test_make_events_is_deterministic(copied: Path) -> None:
+def test_make_events_is_deterministic(copied):
     before = Path("events.jsonl").read_bytes()
     runpy.run_path("make_events.py", run_name="__main__")
     assert Path("events.jsonl").read_bytes() == before
 
 
-def gain(example: Example, trainer: Trainer, scores: np.ndarray) -> float:
+def gain(example, trainer, scores):
     """Return how much better the last tenth of the steps is than the constant answer to the events of these."""
     tenth = len(scores) // 10
     rows = len(scores) * example.config.pipeline.learner.batch_size
@@ -171,13 +167,13 @@ def gain(example: Example, trainer: Trainer, scores: np.ndarray) -> float:
 @pytest.mark.parametrize(
     ("copied", "margin", "part"), [("text", 0.4, 1.0), ("pretrained", 0.3, 0.5)], indirect=["copied"]
 )
-def test_it_is_better_than_the_constant_answer(example: Example, margin: float, part: float) -> None:
+def test_it_is_better_than_the_constant_answer(example, margin, part):
     assert gain(example, *example.train(np.arange(int(part * len(example.events))))) > margin
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copied", ["pretrained"], indirect=True)
-def test_a_pretrained_encoder_learns_the_class_of_each_word_and_serves_it(copied: Path) -> None:
+def test_a_pretrained_encoder_learns_the_class_of_each_word_and_serves_it(copied):
     """The class of a word is the topic to whose list it belongs."""
     text = (copied / "pipeline.toml").read_text()
     for before, after in (
@@ -214,7 +210,7 @@ def test_a_pretrained_encoder_learns_the_class_of_each_word_and_serves_it(copied
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copied", ["tabular"], indirect=True)
-def test_the_orders_drift_in_the_middle_and_the_model_recovers(example: Example) -> None:
+def test_the_orders_drift_in_the_middle_and_the_model_recovers(example):
     trainer, scores = example.train(np.arange(len(example.events)))
     assert gain(example, trainer, scores) > 0.15
     tenth, middle = len(scores) // 10, len(scores) // 2
@@ -225,7 +221,7 @@ def test_the_orders_drift_in_the_middle_and_the_model_recovers(example: Example)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copied", ["images"], indirect=True)
-def test_replay_keeps_the_accuracy_on_earlier_digits(example: Example) -> None:
+def test_replay_keeps_the_accuracy_on_earlier_digits(example):
     image = np.array([event["image"] for event in example.events])
     held_out, trained = np.flatnonzero(image % 10 == 0), np.flatnonzero(image % 10 != 0)
     with_replay, _ = example.train(trained)
@@ -234,7 +230,7 @@ def test_replay_keeps_the_accuracy_on_earlier_digits(example: Example) -> None:
     assert example.score(without, held_out) < 0.3
 
 
-def publish(config: Config, schema: Schema, model: torch.nn.Module) -> None:
+def publish(config, schema, model):
     """Write the model as version 1."""
     manifest = Manifest(
         number=1,
@@ -253,7 +249,7 @@ def publish(config: Config, schema: Schema, model: torch.nn.Module) -> None:
     Versions(config.state_dir / "versions").write(trained_state(model), manifest, Verdict("pass"))
 
 
-def loaded(config: Config, schema: Schema) -> ServedVersion:
+def loaded(config, schema):
     """Return version 1 as serving loads it."""
     pipeline = config.pipeline
     deployment = Deployment(pipeline.name, schema, pipeline.model, config.folder, config.state_dir, CPU)
@@ -263,9 +259,7 @@ def loaded(config: Config, schema: Schema) -> ServedVersion:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["onnx", "torch"])
 @pytest.mark.parametrize("copied", NAMES, indirect=True)
-def test_an_exported_program_answers_events_as_the_version_does(
-    example: Example, form: ProgramFormat, tmp_path: Path
-) -> None:
+def test_an_exported_program_answers_events_as_the_version_does(example, form, tmp_path):
     schema = example.schema
     publish(example.config, schema, build_on_device(example.config.pipeline.model, example.config.folder, CPU))
     exported = export_program(example.config, "latest", tmp_path / "program", form)
@@ -287,7 +281,7 @@ def test_an_exported_program_answers_events_as_the_version_does(
 @pytest.mark.any_broker
 @pytest.mark.process
 @pytest.mark.parametrize("copied", ["text"], indirect=True)
-def test_an_example_runs_from_end_to_end(copied: Path, kafka, make_topic, free_port, monkeypatch, capsys) -> None:
+def test_an_example_runs_from_end_to_end(copied, kafka, make_topic, free_port, monkeypatch, capsys):
     port = free_port()
     for name, value in {
         "STREAM__BOOTSTRAP_SERVERS": kafka.bootstrap,
@@ -307,7 +301,7 @@ def test_an_example_runs_from_end_to_end(copied: Path, kafka, make_topic, free_p
     assert (reply["model_name"], reply["outputs"][0]["data"]) == ("tickets", [False, True, False, False, False])
 
 
-def predicted(port: int, text: str, offsets: str) -> Any:
+def predicted(port, text, offsets):
     """Return the reply of a version trained through these offsets; None while there is none."""
     features = runpy.run_path("make_events.py")["features"](text)
     words = {"name": "words", "shape": [1, len(features["words"])], "datatype": "BYTES", "data": features["words"]}

@@ -11,7 +11,7 @@ from tests import forkserver
 
 @pytest.mark.process
 @pytest.mark.skipif(not forkserver._forks(), reason="test processes are not forked here")
-def test_a_forked_process_leaves_what_it_inherits_out_of_its_garbage_collections() -> None:
+def test_a_forked_process_leaves_what_it_inherits_out_of_its_garbage_collections():
     code = "import gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
     with forkserver.start(["-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
         assert process.communicate(timeout=60)[0] == "True True\n"
@@ -34,9 +34,7 @@ threading.Thread(target=print, args=["work"]).start()
         ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
     ],
 )
-def test_a_process_ends_with_its_code_after_its_threads_and_what_it_has_registered(
-    end: str, code: int, error: str
-) -> None:
+def test_a_process_ends_with_its_code_after_its_threads_and_what_it_has_registered(end, code, error):
     done = forkserver.run(["-c", WORK + end], env=dict(os.environ))
     assert (done.returncode, done.stdout) == (code, "work\nend\n")
     assert done.stderr.endswith(error)
@@ -44,7 +42,7 @@ def test_a_process_ends_with_its_code_after_its_threads_and_what_it_has_register
 
 
 @pytest.mark.process
-def test_a_script_passes_signals_and_the_exit_code_on(tmp_path: Path) -> None:
+def test_a_script_passes_signals_and_the_exit_code_on(tmp_path):
     code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print(sys.argv, flush=True)"
     program = tmp_path / "program"
     program.write_text(forkserver.script("-c", f"{code}; signal.pause()"))

@@ -3,18 +3,18 @@
 import re
 from pathlib import Path
 
-from anabranch.doctor.accelerator_checks import ServerLoad, learner_ledger
-from learner.config import CONTEXTS_MEMORY, DeviceSharingSettings, LearnerSettings
+from anabranch.learner.device.memory_ledger import learner_ledger, serving_ledger
+from anabranch.learner.settings.learner import CONTEXTS_MEMORY, DeviceSharingSettings, LearnerSettings
 
 PAGE = (Path(__file__).parent.parent / "docs" / "deploy" / "gpu.md").read_text(encoding="utf-8")
 SHARING = DeviceSharingSettings()
 
 
-def gigabytes(size: float) -> str:
+def gigabytes(size):
     return f"{size / 1e9:.1f} GB"
 
 
-def table(first: str) -> dict[str, list[str]]:
+def table(first):
     """Return the rows of the table whose first heading this is, by their first cell."""
     rows = re.search(rf"^\| {first} \|.*\n\| ---.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     assert rows is not None
@@ -22,13 +22,13 @@ def table(first: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cells}
 
 
-def test_the_worked_example_is_what_doctor_computes() -> None:
+def test_the_worked_example_is_what_doctor_computes():
     written = re.search(r"<!-- ledger: (\d+) parameters, (\d+) bytes of replay, (\d+) bytes -->", PAGE)
     assert written is not None
     parameters, replay, total = map(int, written.groups())
     ledgers = {
         "learner": learner_ledger(parameters, LearnerSettings(), replay),
-        "serving": ServerLoad(workers=1, shadow=False).ledger(parameters),
+        "serving": serving_ledger(parameters),
     }
     left = {}
     for who, items in ledgers.items():
@@ -46,7 +46,7 @@ def test_the_worked_example_is_what_doctor_computes() -> None:
     assert {who: parts[index].split(" | ") for index, who in ((2, "learner"), (3, "serving"))} == left
 
 
-def test_the_parts_of_the_memory_are_those_of_the_settings() -> None:
+def test_the_parts_of_the_memory_are_those_of_the_settings():
     parts = table("process")
     assert parts["each process of the learner"][0] == f"{SHARING.learner_memory:g}"
     assert parts["CUDA's contexts and libraries"][0] == f"{CONTEXTS_MEMORY:g}"

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,45 +23,42 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
-from ingest.config import LagPolicySettings, SchemaSettings
-from ingest.events.block import Block, Coverage, Outcome, SkipReason
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from ingest.metrics import IngestMetrics
-from ingest.reader.cursors import Partition
-from ingest.reader.hang_detector import HangDetector
-from ingest.worker.stalled_partitions import StallDetector
-from learner.adaptation.drift import Drift
-from learner.adaptation.replay_ratio import AdaptiveReplayRatio, ScoreSum
-from learner.checkpointing.checkpoint_pruning import CheckpointPruning
-from learner.checkpointing.tombstones import Tombstones
-from learner.config import DriftSettings, GateSettings, ModelSettings, VersionsSettings
-from learner.evaluation.holdout import HoldoutSet
-from learner.evaluation.prequential import Prequential, Scored
-from learner.metrics import LearnerMetrics
-from learner.model.faulty_events import Raised
-from learner.publishing.gatekeeper import QualityGate
-from learner.publishing.publisher import Publisher
-from learner.publishing.snapshot import Snapshot
-from learner.reporter import Reporter
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.state_dir.report import LearnerReport
-from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
-from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
-from learner.stream.batches import Batches
-from learner.stream.lag import LagPolicy
-from learner.stream.ledger import Ledger
-from learner.stream.outcome_counters import OutcomeCounters
-from learner.stream.record_times import RecordTimes
-from replay.erasure.erasure_log import ErasureLog
-from replay.erasure.log_file import Applied
-from serving.dashboard.time_series import History
-from serving.http.log_limit import RateLimit
-from serving.metrics import ServingMetrics
-from serving.rollout.hot_swap import VersionSwapper
-from serving.rollout.version_list import VersionList
+from anabranch.ingest.events.block import Block, Coverage, Outcome, SkipReason
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.metrics import IngestMetrics
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.ingest.reader.hang_detector import HangDetector
+from anabranch.ingest.settings.stream import LagPolicySettings, SchemaSettings
+from anabranch.ingest.worker.stalled_partitions import StallDetector
+from anabranch.learner.checkpoints.checkpointer import CheckpointPruning
+from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.checkpoints.tombstones import Tombstones
+from anabranch.learner.evaluate.holdout import HoldoutSet
+from anabranch.learner.evaluate.replay_ratio import AdaptiveReplayRatio, ScoreSum
+from anabranch.learner.evaluate.stream_monitor import Drift, Prequential, Scored
+from anabranch.learner.model.faulty_events import Raised
+from anabranch.learner.reporter import Reporter
+from anabranch.learner.settings.learner import DriftSettings, GateSettings, VersionsSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.state_dir.trained_through import NewlyTrained, PartitionProgress
+from anabranch.learner.status.metrics import LearnerMetrics
+from anabranch.learner.status.report import LearnerReport
+from anabranch.learner.stream.batches import Batches
+from anabranch.learner.stream.lag import LagPolicy
+from anabranch.learner.stream.ledger import Ledger
+from anabranch.learner.stream.record_times import RecordTimes
+from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions, reference_to
+from anabranch.learner.versions.gate import QualityGate
+from anabranch.learner.versions.publisher import Publisher, Snapshot, VersionWriter
+from anabranch.replay.erasure.erasure_log import Applied, ErasureLog
+from anabranch.serving.dashboard.time_series import History
+from anabranch.serving.http.server import RateLimit
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.rollout.hot_swap import VersionSwapper
+from anabranch.serving.rollout.version_list import VersionList
 from tests.memory_storage import MemoryStorage
 
 YEAR = 365 * 86_400.0
@@ -75,7 +72,7 @@ EVENTS = TopicPartition("events", 0)
 MODEL = ModelSettings(factory="m:build", task="regression")
 
 
-def size_of(thing: object, seen: set[int]) -> int:
+def size_of(thing, seen):
     """Return the bytes of an object and of everything that it references, except functions and classes."""
     if id(thing) in seen or isinstance(thing, type) or (callable(thing) and not hasattr(thing, "__dict__")):
         return 0
@@ -104,7 +101,7 @@ class Year:
     dice: np.random.Generator
     now: float = 1e9
 
-    def storage(self, name: str) -> MemoryStorage:
+    def storage(self, name):
         return MemoryStorage(self.folder / name)
 
 
@@ -118,14 +115,14 @@ class Driven:
     half: int = 300
     """Ticks of half a year."""
 
-    def size(self) -> int:
+    def size(self):
         return size_of(self.held, set()) + sum(path.stat().st_size for path in self.files)
 
 
-def windows(year: Year) -> Driven:
+def windows(year):
     prequential, drift = Prequential(), Drift(DriftSettings())
 
-    def learn(tick: int) -> None:
+    def learn(tick):
         wrong = 0.3 if tick // 500 % 2 else 0.1
         scored = Scored(64, 64.0 - float(year.dice.binomial(64, wrong)), float(year.dice.random()))
         prequential.add(scored)
@@ -135,10 +132,10 @@ def windows(year: Year) -> Driven:
     return Driven((prequential, drift), learn, half=1500)
 
 
-def measured_ratio(year: Year) -> Driven:
+def measured_ratio(year):
     ratio = AdaptiveReplayRatio(0.5, bounded=True)
 
-    def learn(tick: int) -> None:
+    def learn(tick):
         for step in range(20 * tick, 20 * tick + 20):
             erased = 0.3 if ratio.now > 0.5 else 0.9
             old = ScoreSum(64, 64 * (1 - erased) + float(year.dice.random())) if ratio.probes(step) else None
@@ -147,12 +144,11 @@ def measured_ratio(year: Year) -> Driven:
     return Driven(ratio, learn)
 
 
-def ledger_and_lag(year: Year) -> Driven:
+def ledger_and_lag(year):
     """The learner always has a lag, and publishes nothing: the events that it trained wait."""
-    ledger, counted = Ledger(), IngestMetrics(CollectorRegistry())
+    counted = IngestMetrics(CollectorRegistry())
+    ledger = Ledger(rows=counted.rows)
     ledger.add_partition(EVENTS, 0)
-    counters = OutcomeCounters(counted.rows)
-    counters.register_partitions(ledger.partitions)
     blocks: list[Block] = []
     source = SimpleNamespace(poll=lambda _timeout: blocks.pop() if blocks else None, release=lambda _block: None)
     partitions = [Partition(EVENTS, 0, None)]
@@ -160,7 +156,7 @@ def ledger_and_lag(year: Year) -> Driven:
     policy = LagPolicy(LagPolicySettings(action="sample"), 0, stream, clock=lambda: year.now, wall=lambda: year.now)
     batches = Batches(source, 16, timedelta(0), policy)
 
-    def learn(tick: int) -> None:
+    def learn(tick):
         begin = 40 * tick
         columns = fake_columns(year.schema, range(begin + 5, begin + 35))
         columns["time_ms"] = np.full(30, int(year.now * 1000))
@@ -169,23 +165,21 @@ def ledger_and_lag(year: Year) -> Driven:
         while (batch := batches.next(threading.Event())) is not None:
             for span in batch.spans:
                 ledger.advance(span, Outcome.TRAINED)
-        if ledger.full:
-            ledger.count()
         ledger.partitions[0].update(Partition(EVENTS, 0, 100 * tick + 1000, "topic-id"))
         stream.ends_time = year.now
         policy.update(ledger.partitions, ledger.moved)
         ledger.moved.clear()
-        counters.update(ledger.partitions)
+        ledger.count()
         ledger.state(), policy.state()
 
-    return Driven((ledger, policy, batches, counters, counted), learn)
+    return Driven((ledger, policy, batches, counted), learn)
 
 
-def raised_and_stalled(year: Year) -> Driven:
+def raised_and_stalled(year):
     raised, stalls = Raised(lambda: year.now), StallDetector()
     silence = HangDetector(lambda: year.now)
 
-    def check(tick: int) -> None:
+    def check(tick):
         raised.add(5 * tick, 2, f"ValueError: {tick}")
         for _ in range(3):
             raised.log("which are skipped", [f"events[0]@{tick}"], f"ValueError: {tick}")
@@ -202,35 +196,33 @@ class RandomScorer:
 
     bounded = True
 
-    def __init__(self, schema: Schema, dice: np.random.Generator) -> None:
+    def __init__(self, schema, dice):
         self.schema = schema
         self._dice = dice
         self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
 
-    def score(self, weights: Mapping[str, torch.Tensor], columns: Mapping[str, Any]) -> NDArray[np.float64]:
+    def score(self, weights, columns):
         return (self._dice.random(len(columns.get("label", ()))) < float(weights["right"])).astype(np.float64)
 
-    def score_and_find(
-        self, weights: Mapping[str, torch.Tensor], columns: Mapping[str, Any]
-    ) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+    def score_and_find(self, weights, columns):
         return self.score(weights, columns), np.empty(0, np.uint64)
 
-    def seconds(self) -> float:
+    def seconds(self):
         return 0.0
 
-    def keep_on_device(self, weights: Mapping[str, torch.Tensor] | None) -> None: ...
+    def keep_on_device(self, weights): ...
 
 
-def publisher(year: Year, *, holds_out: bool) -> Driven:
+def publisher(year, *, holds_out):
     """The holdout set, the publisher and its gate; one version of ten is bad. Serving does not run."""
     versions, scorer = Versions(year.folder, year.storage("versions")), RandomScorer(year.schema, year.dice)
     reference, gate = reference_to(MODEL), GateSettings(holdout_rows=80, min_rows=40)
     quality_gate = QualityGate(versions, gate, scorer, reference)  # type: ignore[arg-type]
     holdout, made_by = HoldoutSet(year.schema, 80, 0), LearnerMetrics(CollectorRegistry())
     settings = VersionsSettings(keep=4, keep_hourly=6)
-    publishes = Publisher(versions, settings, reference, year.schema, scorer, quality_gate, 1, made_by)  # type: ignore[arg-type]
+    publishes = Publisher(VersionWriter(versions, reference, year.schema, 1), quality_gate, settings, made_by)
 
-    def publish(tick: int) -> None:
+    def publish(tick):
         if holds_out:
             holdout.add(fake_columns(year.schema, range(7 * tick, 7 * tick + 7), label=(0, 1, 2)), [EVENTS])
         learned = RecordTimes()
@@ -243,54 +235,55 @@ def publisher(year: Year, *, holds_out: bool) -> Driven:
     return Driven((publishes, quality_gate, holdout), publish)
 
 
-def checkpoints(year: Year) -> Driven:
+def checkpoints(year):
     checkpoints = Checkpoints(year.folder / "checkpoints", year.schema.digest, 1, year.storage("fetched"))
 
-    def checkpoint(tick: int) -> None:
+    def checkpoint(tick):
         checkpoints.write(tick + 1, Checkpoint(tick, {"model": {"w": torch.zeros(3)}}, {"step": tick}), year.now)
         if tick % 3 == 2:
-            checkpoints._storage.folder(tick + 1).write("rank-0/model.safetensors", [b"damaged"])
+            checkpoints.storage.folder(tick + 1).write("rank-0/model.safetensors", [b"damaged"])
             checkpoints.newest()
         CheckpointPruning(checkpoints, 2).prune()
 
     return Driven(checkpoints, checkpoint)
 
 
-def reporter(year: Year) -> Driven:
+def reporter(year):
     loop: Any = SimpleNamespace(
         state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0), raising_events=None, non_finite=None
     )
     parts: Any = SimpleNamespace(
-        source=None,
-        publisher=SimpleNamespace(gate=SimpleNamespace(hold=None), canary=None),
+        source=SimpleNamespace(hold_out=None),
+        lag=None,
+        publisher=SimpleNamespace(gate=SimpleNamespace(hold=None)),
+        extensions=(),
         checkpointer=None,
         erasure=None,
         late=None,
         trainer=SimpleNamespace(model=torch.nn.Identity()),
     )
     collectors = LearnerMetrics(CollectorRegistry())
-    reports = Reporter(
-        year.folder, 1, loop, parts, SimpleNamespace(learner=collectors), strategy="none", classification=True
-    )  # type: ignore[arg-type]
+    reports = Reporter(year.folder, None, loop, parts, SimpleNamespace(learner=collectors))  # type: ignore[arg-type]
 
-    def report(tick: int) -> None:
+    def report(tick):
         loop.state.steps, loop.state.rows_new = tick, 64 * tick
         groups = {f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()}
         newest = LearnerReport(
-            pid=1, generation=1, started=0.0, time=year.now, steps=tick, rates=reports._rates(), accuracy={"now": 0.5},
-            letters_dropped={"loop": tick, "refused": 2 * tick}, classes={"a": 0.5}, groups=groups,
+            pid=1, generation=1, started=0.0, time=year.now, steps=tick, rates=reports._rates(None, None),
+            accuracy={"now": 0.5}, letters_dropped={"loop": tick, "refused": 2 * tick}, classes={"a": 0.5},
+            groups=groups,
         )  # fmt: skip
         collectors.report.update(newest)
 
     return Driven((reports, collectors), report)
 
 
-def erasure(year: Year) -> Driven:
+def erasure(year):
     """The same 40 keys are erased repeatedly, each by a tombstone of the stream."""
     log, tombstones = ErasureLog(year.folder / "erasures.log"), Tombstones()
     tombstones.register_partitions([EVENTS])
 
-    def erase(tick: int) -> None:
+    def erase(tick):
         columns = fake_columns(year.schema, range(10 * tick, 10 * tick + 10))
         columns["key_hash"] = np.arange(10, dtype=np.uint64) + np.uint64(tick % 40)
         columns["reason"][5] = SkipReason.TOMBSTONE
@@ -304,7 +297,7 @@ def erasure(year: Year) -> Driven:
     return Driven((log, tombstones), erase, (log.path,))
 
 
-def serving(year: Year) -> Driven:
+def serving(year):
     """Versions are swapped in, refused for three reasons, withdrawn once they are served, and rolled back by hand."""
     versions = Versions(year.folder, year.storage("versions"))
     deployment: Any = SimpleNamespace(
@@ -315,7 +308,7 @@ def serving(year: Year) -> Driven:
     registry, history = VersionList(deployment, swap, year.now), History(["a", "b"], ((1, 20), (3600, 20)))
     limit = RateLimit()
 
-    def publish(number: int, verdict: str = "pass", **changes: Any) -> None:
+    def publish(number, verdict="pass", **changes):
         members: dict[str, Any] = {
             "number": number, "generation": 1, "parent": None, "time": year.now, "step": number,
             "trained_through": {"events:0": PartitionProgress(number)},
@@ -325,7 +318,7 @@ def serving(year: Year) -> Driven:
         }  # fmt: skip
         versions.write({"w": torch.zeros(1)}, Manifest(**{**members, **changes}), Verdict(verdict, ["a reason"]))  # type: ignore[arg-type]
 
-    def serve(tick: int) -> None:
+    def serve(tick):
         first = 1_000_000 + 5 * tick  # of as many digits all the time
         publish(first)
         swap.poll()
@@ -366,41 +359,41 @@ PARTS: dict[str, Callable[[Year], Driven]] = {
 
 
 @pytest.fixture
-def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
+def year(tmp_path, monkeypatch):
     """A year whose clock all modules use, with bounds of tens instead of thousands."""
     settings = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
     made = Year(tmp_path, Schema(SchemaSettings.model_validate(settings)), np.random.default_rng(0))
     for name, bound in (
-        ("learner.stream.record_times._MOST", 200),
-        ("learner.stream.record_times._THINNED", 50),
-        ("learner.checkpointing.tombstones._MANY", 200),
-        ("replay.erasure.erasure_log._SMALL_BYTES", 20_000),
-        ("serving.metrics._WINDOW_SAMPLES", 50),
-        ("serving.metrics._WINDOW_SWAPS", 50),
-        ("serving.rollout.state_file._MOST_ROLLED_BACK", 20),
+        ("anabranch.learner.stream.record_times._MOST", 200),
+        ("anabranch.learner.stream.record_times._THINNED", 50),
+        ("anabranch.learner.checkpoints.tombstones._MANY", 200),
+        ("anabranch.replay.erasure.erasure_log._SMALL_BYTES", 20_000),
+        ("anabranch.serving.metrics._WINDOW_SAMPLES", 50),
+        ("anabranch.serving.metrics._WINDOW_SWAPS", 50),
+        ("anabranch.serving.rollout.state_file._MOST_ROLLED_BACK", 20),
     ):
         monkeypatch.setattr(name, bound)
     monkeypatch.setattr(
-        "serving.rollout.candidate_loader.load_version", lambda _deployment, manifest, *_: Loaded(manifest)
+        "anabranch.serving.rollout.candidate_loader.load_version", lambda _deployment, manifest, *_: Loaded(manifest)
     )
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
     with monkeypatch.context() as clocks:
         clocks.setattr(time, "monotonic", lambda: made.now)
         clocks.setattr(time, "time", lambda: made.now)
-        clocks.setattr("serving.metrics.monotonic", lambda: made.now)
+        clocks.setattr("anabranch.serving.metrics.monotonic", lambda: made.now)
         yield made
 
 
 class Loaded:
     """A version without answers."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest):
         self.manifest, self.number, self.trained_through = manifest, manifest.number, ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
-def test_a_part_is_not_larger_after_a_year_than_after_half_of_it(make: Callable[[Year], Driven], year: Year) -> None:
+def test_a_part_is_not_larger_after_a_year_than_after_half_of_it(make, year):
     driven = make(year)
     sizes: list[int] = []
     for tick in range(2 * driven.half):
@@ -412,7 +405,7 @@ def test_a_part_is_not_larger_after_a_year_than_after_half_of_it(make: Callable[
     assert whole - half <= LEAK * driven.half + BLOCK, f"{half} bytes after half a year, {whole} after a year"
 
 
-def test_growth_by_a_reference_per_tick_is_found() -> None:
+def test_growth_by_a_reference_per_tick_is_found():
     leak: list[object] = []
     before = size_of(leak, set())
     leak += [math.pi] * 500

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from learner.device_memory.ledger import ledger
-from learner.sections.mesh import MeshSettings
+from anabranch.learner.device.memory_ledger import ledger
+from anabranch.learner.settings.learner import MeshSettings
 
 PAGE = (Path(__file__).parent.parent / "docs" / "explanation" / "parallelism.md").read_text(encoding="utf-8")
 COLUMNS = ("weights", "gradients", "buckets", "optimizer", "autocast")
@@ -18,7 +18,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def row(name: str, parameters: int, ranks: int) -> str:
+def row(name, parameters, ranks):
     of_mesh = dict(MESHES[name])
     sharding = of_mesh.pop("sharding", "none")
     mesh = MeshSettings(**of_mesh)
@@ -29,7 +29,7 @@ def row(name: str, parameters: int, ranks: int) -> str:
     return f"| {name} | {' | '.join(f'{size / 1e9:.1f} GB' for size in (*shown, sum(shown)))} |"
 
 
-def test_the_worked_example_is_what_the_ledger_says() -> None:
+def test_the_worked_example_is_what_the_ledger_says():
     written = re.search(r"<!-- ledger: (\d+) parameters, (\d+) ranks -->", PAGE)
     assert written is not None
     parameters, ranks = map(int, written.groups())

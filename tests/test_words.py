@@ -1,7 +1,5 @@
 """The linter of words: what it finds, what it says, and what it lets pass."""
 
-from pathlib import Path
-
 import pytest
 
 from tools import check_words
@@ -10,7 +8,7 @@ from tools.check_words import Word, load, search
 CUT = Word("cut", "cuts?|cutters?", "checkpoint", enforced=True, allow=(r"\bcut off\b",), allow_files=("*/film.py",))
 
 
-def found(word: Word, path: Path, text: str) -> list[tuple[int, str]]:
+def found(word, path, text):
     path.write_text(text, encoding="utf-8")
     return [(each.line, each.text) for each in search([word], [path])]
 

@@ -22,7 +22,6 @@ from typing import Literal, NamedTuple
 ROOT = Path(__file__).parent.parent
 WORDS = ROOT / "tools" / "words.toml"
 LEFT_OUT = {"tools/words.toml", "tools/check_words.py", "tests/test_words.py"}  # they have to name the words
-RESULTS = ("benchmarks/results/*", "docs/images/benchmarks/*")  # written by programs, some of them of earlier days
 SHOWN = ("*.json", "*.svg", "*.txt", "*.tpl", "*.env.example")
 CODE = ("*.py", "*.html", "*.js", "*.css", "*.toml", "*.yaml", "*.yml", "*Makefile", "*Dockerfile", ".ci/run", *SHOWN)
 FILES = {"code": CODE, "docs": ("*.md",), "both": (*CODE, "*.md")}
@@ -52,7 +51,7 @@ class Word:
 
     def is_for(self, path: str) -> bool:
         """Return whether the files of this path are searched for it."""
-        allowed = any(fnmatch.fnmatchcase(path, glob) for glob in (*RESULTS, *self.allow_files))
+        allowed = any(fnmatch.fnmatchcase(path, glob) for glob in self.allow_files)
         return not allowed and any(fnmatch.fnmatchcase(path, glob) for glob in FILES[self.where])
 
     def find(self, text: str) -> Iterator[re.Match[str]]:

@@ -1,10 +1,13 @@
 """Count the hops of one training step: how often its main thread goes from one module of ours to another.
 
-    python tools/count_hops.py [--steps N] [--route]
+    python tools/count_hops.py [--steps N] [--round N] [--route]
 
 A hop is a call of a function of another module than the one before; the route is the modules in that order. `--route`
 prints that of a median step. The count with returns includes each return to a caller of ours, so that a call and its
 return are two hops.
+
+With `--round N` the learner takes N steps at most as one round, as it does in a backlog, and the figures of a step are
+those of its round by its steps. Without, each round has one step.
 
 The step is one of the real loop, after a warm-up: strategy ER, a store with a disk tier, events without keys, one rank,
 no device sharing; no version and no checkpoint is due. Blocks of events are made ahead, so that the reader takes no
@@ -27,19 +30,19 @@ from types import FrameType, TracebackType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = [ROOT / name for name in ("anabranch", "serving", "learner", "replay", "ingest")]
 WARM_UP = 40
 """Steps that are not counted: the store is full after ten of them."""
 
 
 @dataclass
 class Step:
-    """The modules of one step, in order."""
+    """The modules of one step, or of the steps of a round, in order."""
 
     called: list[str] = field(default_factory=list)
     """One entry a call."""
     entered: list[str] = field(default_factory=list)
     """One entry a call, and one a return to a function of ours."""
+    steps: int = 1
 
     @property
     def route(self) -> list[str]:
@@ -81,8 +84,9 @@ class HopCounter:
     ) -> None:
         sys.setprofile(None)
 
-    def end_step(self) -> None:
-        """Begin a new step."""
+    def end_step(self, steps: int = 1) -> None:
+        """Begin a new step, or round, after one of so many steps."""
+        self._step.steps = steps
         self.steps.append(self._step)
         self._step = Step()
 
@@ -131,23 +135,33 @@ class MadeAhead:
         return None
 
 
-def training_steps(steps: int, folder: Path) -> list[Step]:
-    """Train in a folder, and return the `steps` steps after the warm-up."""
+def training_steps(steps: int, folder: Path, of_round: int = 1) -> list[Step]:
+    """Train in a folder, and return the `steps` rounds after the warm-up, of up to `of_round` steps each."""
     # Only once the checkout comes first on the path, in which the tests are as well.
-    from ingest.config import SchemaSettings
-    from ingest.events.schema import Schema
+    from anabranch.ingest.events.schema import Schema
+    from anabranch.ingest.settings.stream import SchemaSettings
 
     wiring = import_module("tests.learner.learner_bench")  # the loop is put together in one module for both
     features = {"x": {"dtype": "float32", "shape": [3]}}
     schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
     blocks = WARM_UP + steps
     tiers = {"disk": {"bytes": "1MB"}}
-    bench = wiring.LearnerBench(folder, schema, wiring.small_model(), blocks, replay=tiers, keyed=False)
+    learner = {"batch_size": (wiring.ROWS - 1) // of_round, "round": "10s"}
+    bench = wiring.LearnerBench(
+        folder, schema, wiring.small_model(), blocks, replay=tiers, keyed=False, learner=learner
+    )
+    taken = 0
+
+    def end_round() -> None:
+        nonlocal taken
+        counter.end_step(bench.loop.state.steps - taken)
+        taken = bench.loop.state.steps
+
     try:
         ahead = MadeAhead(bench.stream.poll, blocks, bench.stop.set)
         bench.stream.poll = ahead.poll
-        with HopCounter(PACKAGES) as counter:
-            bench.run(counter.end_step)
+        with HopCounter([ROOT / "anabranch"]) as counter:
+            bench.run(end_round)
     finally:
         bench.close()
     return counter.steps[WARM_UP : WARM_UP + steps]
@@ -157,20 +171,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=33, help="steps that are counted")
+    parser.add_argument("--round", type=int, default=1, metavar="N", help="steps of a round at most, up to 31")
     parser.add_argument("--route", action="store_true", help="print the route of a step with the median of hops")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory() as folder:
-        steps = training_steps(options.steps, Path(folder))
+        steps = training_steps(options.steps, Path(folder), options.round)
+    steps = [step for step in steps if step.steps]  # a round may only settle what is held out
     median = statistics.median_low(step.hops for step in steps)
     if options.route:
         route = next(step.route for step in steps if step.hops == median)
         names = short_names(route)
         print(" > ".join(names[name] for name in route))
     for key in ("hops", "hops_with_returns", "modules"):
-        _print(key, [getattr(step, key) for step in steps])
-    _print("calls", [len(step.called) for step in steps])
-    print(f"medians of {len(steps)} steps, main thread, Python {platform.python_version()}")
+        _print(key, [getattr(step, key) // step.steps for step in steps])
+    _print("calls", [len(step.called) // step.steps for step in steps])
+    of_round = statistics.median_low(step.steps for step in steps)
+    print(f"medians of {len(steps)} rounds of {of_round} steps, main thread, Python {platform.python_version()}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """`python -m tools.dashboard_screenshots FOLDER`: the dashboard's pictures for the README, taken from a running demo.
 
-For developers: it needs Playwright, of the extra `test`, and a Chromium on the path.
+For developers: it needs Playwright, of the group `test`, and a Chromium on the path.
 """
 
 import base64

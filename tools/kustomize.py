@@ -1,6 +1,6 @@
-"""Write what deploy/kustomize takes from the Helm chart, and the chart from compose: `python tools/kustomize.py`.
+"""Write what deploy/kustomize takes from the Helm chart: `python tools/kustomize.py`.
 
-Needs the extra `test`, which has Helm's engine. A test fails when the files are not what this writes.
+Needs the group `test`, which has Helm's engine. A test fails when the files are not what this writes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,8 +13,6 @@ from helm_python import Chart
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy/helm/anabranch"
 KUSTOMIZE = ROOT / "deploy/kustomize"
-_COPIED = ("deploy/prometheus/alerts.yml", "deploy/grafana/dashboards/anabranch.json")
-"""Files that the chart has copies of: not every tool that packs a chart, or copies this folder, follows links."""
 _HEAD = "# From the Helm chart, by tools/kustomize.py. The reasons are in deploy/helm/anabranch/templates.\n"
 _OF_HELM = ("helm.sh/", "app.kubernetes.io/managed-by")
 
@@ -55,12 +53,6 @@ def _plain(value: Any) -> Any:
     return {key: each for key, each in plain.items() if key != "annotations" or each}
 
 
-def copies() -> Iterator[tuple[Path, str]]:
-    """Yield the path and the text of each file that the chart reads."""
-    for path in _COPIED:
-        yield CHART / "files" / Path(path).name, (ROOT / path).read_text(encoding="utf-8")
-
-
 def files(chart: Chart) -> Iterator[tuple[Path, str]]:
     """Yield the path and the text of each file."""
     base = rendered(chart, _BASE)
@@ -87,15 +79,10 @@ def _text(objects: Iterable[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Write the files."""
-    _write(copies())
     with Chart.load(CHART) as chart:
-        _write(files(chart))
-
-
-def _write(texts: Iterable[tuple[Path, str]]) -> None:
-    for path, text in texts:
-        path.write_text(text, encoding="utf-8")
-        print(path.relative_to(ROOT))
+        for path, text in files(chart):
+            path.write_text(text, encoding="utf-8")
+            print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ingest.config import StreamSettings
-from learner.compatibility import conflicts, facts
-from learner.config import LearnerSettings, ModelSettings
-from learner.strategies.registry import STRATEGIES
-from replay.config import ReplaySettings
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.learner.settings.compatibility import conflicts, facts
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.pipeline import PipelineSettings
+from anabranch.learner.strategies.registry import STRATEGIES
 
 RANKS = 2
+_EVENTS = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}}
 
 
 class Column(NamedTuple):
@@ -78,31 +80,27 @@ def refusal(row: Row, column: Column) -> str | None:
     learner = LearnerSettings.model_validate(settings(row, column))
     stream = StreamSettings.model_validate({"topics": ["events"], **row.stream})
     model = ModelSettings.model_validate({"factory": "my_model:build", **row.model})
-    chosen = facts(learner, ReplaySettings(**row.replay), stream, model=model)
+    sections = {"learner": learner, "replay": dict(row.replay), "stream": stream, "model": model}
+    chosen = facts(PipelineSettings.model_validate({"name": "mesh", "schema": _EVENTS, **sections}))
     sentences = [sentence for _, sentence in conflicts(chosen)]
     return sentences[0] if sentences else None
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of the table, and of the list of reasons below it."""
-    reasons: list[str] = []
+    """Yield the lines of the table; settings that go with the same dimensions share one."""
     yield f"| | {' | '.join(column.name for column in COLUMNS)} |"
     yield f"| --- |{' --- |' * len(COLUMNS)}"
+    names = dict[tuple[str, ...], list[str]]()
     for row in ROWS:
-        cells = []
-        for column in COLUMNS:
-            if settings(row, column) is None:
-                cells.append("")
-                continue
-            sentence = refusal(row, column)
-            reason = "" if sentence is None else sentence.partition(": ")[2].rpartition("; ")[0]
-            if reason and reason not in reasons:
-                reasons.append(reason)
-            cells.append(f"no ({reasons.index(reason) + 1})" if reason else "yes")
-        yield f"| {row.name} | {' | '.join(cells)} |"
-    yield ""
-    for number, reason in enumerate(reasons, 1):
-        yield f"{number}. {reason}"
+        names.setdefault(tuple(_cell(row, column) for column in COLUMNS), []).append(row.name)
+    for cells, alike in names.items():
+        yield f"| {', '.join(alike)} | {' | '.join(cells)} |"
+
+
+def _cell(row: Row, column: Column) -> str:
+    if settings(row, column) is None:
+        return ""
+    return "yes" if refusal(row, column) is None else "no"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """`python -m tools.reference > docs/reference.md`: the reference, written from the code that it describes."""
 
+import re
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -13,16 +16,17 @@ from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from anabranch.cli.app import command_tree
-from anabranch.config.model import Pipeline, alternatives
+from anabranch.cli import GROUPS, SUMMARIES, command_tree, find
+from anabranch.config.pipeline import Pipeline, alternatives
 from anabranch.core.durations import format_duration
 from anabranch.core.settings import documented_fields
-from ingest.config import FieldSettings
-from ingest.kafka_properties import PROPERTIES, REFUSED
-from ingest.metrics import IngestMetrics
-from learner.metrics import LearnerMetrics
-from replay.metrics import ReplayMetrics
-from serving.metrics import ServingMetrics
+from anabranch.core.users_code import NamedClass
+from anabranch.ingest.metrics import IngestMetrics
+from anabranch.ingest.settings.kafka_properties import PROPERTIES, REFUSED
+from anabranch.ingest.settings.stream import FieldSettings
+from anabranch.learner.status.metrics import LearnerMetrics
+from anabranch.replay.metrics import ReplayMetrics
+from anabranch.serving.metrics import ServingMetrics
 
 _HEAD = """\
 # Reference
@@ -40,17 +44,17 @@ Which settings, commands, metrics and files are there? This page has all of them
 
 Unknown keys are errors that name the nearest known key. A duration is written as `"250ms"`, `"30s"`, `"10m"`, `"2h"` or
 `"1d"`, a size as `"256MB"` (10^6) or `"256MiB"` (2^20). Instead of any string, `{env = "NAME"}` takes the value of a
-variable of the environment and `{file = "path"}` the contents of a file, relative to the config's folder; no error in
-the settings and no command prints such values, nor tokens and properties. Where every version contains a setting (in
-`[model]`, `[schema]`, `[learner]` and others), both are refused.
+variable of the environment and `{file = "path"}` the contents of a file, relative to the config's folder. No error and
+no command prints such values. [Settings that versions contain](operate/secure.md#secrets) refuse both. Brackets have
+the default, then the other values.
 """
 
 _PROPERTIES = """\
 
 ### Properties
 
-What `[stream.properties]` takes, in librdkafka's names, for either client unless the table says otherwise. Values are
-secret. Names that would break a promise are errors that say what decides instead.
+What `[stream.properties]` takes, in librdkafka's names. Values are secret. Names that would break a promise are errors
+that say what decides instead.
 """
 
 _COMMANDS = """\
@@ -58,27 +62,19 @@ _COMMANDS = """\
 ## Commands
 
 `anabranch COMMAND`, also `python -m anabranch COMMAND`. `-c/--config FILE` is `pipeline.toml` in the current folder by
-default. The daemons also run as `python -m learner` and `python -m serving`. Errors are one sentence on stderr.
+default. The daemons also run as `python -m anabranch.learner` and `python -m anabranch.serving`. Errors are one sentence on stderr.
 
 Options of `anabranch` itself come before the command, such as `anabranch --log-format json up`. The daemons take the
 same log options. `anabranch --install-completion` installs completion for your shell.
-
-| exit code | means |
-| --- | --- |
-| 0 | done |
-| 1 | a bug |
-| 2 | the settings or the input are wrong |
-| 3 | something outside, such as the broker, cannot be reached |
-| 4 | `status --exit-code`: learner or serving reports a problem, or has stopped reporting |
-| 5 | `status --exit-code`: learner or serving is not running |
+[Exit codes](operate/troubleshoot.md#exit-codes) are those of all commands and daemons.
 """
 
 _METRICS = """\
 
 ## Metrics
 
-Prometheus: what ingest, learner and replay count is on the learner's `learner.status` address, serving's own on its
-port, both under `/metrics`.
+`/metrics` of `learner.status` has those of ingest, replay and the learner; `/metrics` of serving's port has its own.
+[Monitor](operate/monitor.md#metrics) says what each means, and when to act.
 """
 
 _TAIL = """\
@@ -114,13 +110,16 @@ _TAIL = """\
 
 ## Variables of the environment
 
-| name | does |
-| --- | --- |
-| `ANABRANCH__SECTION__KEY` | overrides a key; an unknown one is an error |
-
-`ANABRANCH__STREAM__BOOTSTRAP_SERVERS=kafka:9092` overrides `stream.bootstrap_servers`. Values are TOML, as in
-`ANABRANCH__STREAM__TOPICS='["events"]'`; strings need no quotes.
+`ANABRANCH__STREAM__BOOTSTRAP_SERVERS=kafka:9092` overrides `stream.bootstrap_servers`; an unknown key is an error.
+Values are TOML, as in `ANABRANCH__STREAM__TOPICS='["events"]'`; strings need no quotes.
+`--set stream.bootstrap_servers=kafka:9092` does the same for one command or daemon, and comes last.
 """
+
+
+_MANY = 3
+"""An option of at least this number of commands is described once."""
+_EVERYWHERE = {"--config", "--set", "--json"}
+"""Options that a command does not name again."""
 
 
 def reference() -> str:
@@ -128,7 +127,7 @@ def reference() -> str:
     return "".join(
         (
             _HEAD,
-            *_sections("", Pipeline),
+            *_sections("", Pipeline, {}),
             _PROPERTIES,
             *_properties(),
             _COMMANDS,
@@ -156,7 +155,6 @@ class DeclaredMetric(NamedTuple):
 
     kind: str
     labels: Sequence[str]
-    description: str
 
 
 def metrics() -> dict[str, DeclaredMetric]:
@@ -170,18 +168,15 @@ def metrics() -> dict[str, DeclaredMetric]:
         for metric in collector.describe():
             name = f"{metric.name}_total" if metric.type == "counter" else metric.name
             declared: Any = metric if hasattr(metric, "_labelnames") else collector
-            found[name] = DeclaredMetric(metric.type, declared._labelnames, metric.documentation)
+            found[name] = DeclaredMetric(metric.type, declared._labelnames)
     return found
 
 
 def commands() -> Mapping[str, Any]:
     """Return every command by its name, such as `up` or `versions ls`."""
-    group: Any = command_tree()
-    found: dict[str, Any] = {}
-    for name, command in group.commands.items():
-        inner: Mapping[str, Any] = getattr(command, "commands", None) or {}
-        found |= {f"{name} {part}": one for part, one in inner.items()} or {name: command}
-    return found
+    first = [word for words in SUMMARIES.values() for word in words]
+    names = [f"{word} {after}".strip() for word in first for after in GROUPS.get(word, ("",))]
+    return {name: find(*name.split()) for name in names}
 
 
 def shown(text: str | None) -> str:
@@ -189,20 +184,36 @@ def shown(text: str | None) -> str:
     return _line(text).replace("\\[", "[")
 
 
-def _sections(path: str, model: type[BaseModel], meaning: str | None = None, *, one_of: bool = False) -> Iterator[str]:
-    """Yield a section and those within it; where it is one of several of a path, its heading has its first key."""
+def _sections(
+    path: str,
+    model: type[BaseModel],
+    known: dict[type[BaseModel], str],
+    meaning: str | None = None,
+    *,
+    one_of: bool = False,
+) -> Iterator[str]:
+    """Yield a section and those within it; where it is one of several of a path, its heading has its first key.
+
+    A model that several paths have is written at the first one, to which `known` leads.
+    """
     if path:
-        key = f" with `{next(iter(documented_fields(model)))}`" if one_of else ""
-        yield f"\n### [{path}]{key}\n\n{_line(meaning or model.__doc__)}\n"
+        heading = f"[{path}]" + (f" with `{next(iter(documented_fields(model)))}`" if one_of else "")
+        yield f"\n### {heading}\n\n{_line(meaning or model.__doc__)}\n"
+        if model in known and model is not FieldSettings:
+            anchor = re.sub(r"[^\w\- ]", "", known[model]).lower().replace(" ", "-")
+            yield f"\nIts keys are those of [{known[model].replace('[', '').replace(']', '')}](#{anchor}).\n"
+            return
+        known[model] = heading
     inside: list[tuple[str, type[BaseModel], str | None, bool]] = []
     rows = []
     for name, field in documented_fields(model).items():
         key = field.alias or name
         inner, many = _inner(field.annotation)
         if not inner:
-            rows.append(
-                (f"`{key}`", _kind(field.annotation, field.metadata), _default(field), _line(field.description))
-            )
+            default, kind = _default(field), _kind(field.annotation, field.metadata)
+            others = ", ".join(each for each in kind.split(", ") if each != default)
+            values = "; ".join(filter(None, (default, "" if default and kind == "true or false" else others)))
+            rows.append(f"- **`{key}`** ({values}): {_line(field.description)}\n")
         # What several fields share says nothing of each.
         meaning = field.description if inner == [FieldSettings] else None
         inside += [
@@ -210,18 +221,20 @@ def _sections(path: str, model: type[BaseModel], meaning: str | None = None, *, 
             for section in inner
         ]
     if rows:
-        yield from _table(("key", "value", "default", "meaning"), rows)
+        yield from ("\n", *rows)
     for where, section, meaning, one_of in inside:
-        yield from _sections(where, section, meaning, one_of=one_of)
+        yield from _sections(where, section, known, meaning, one_of=one_of)
 
 
 def _properties() -> Iterator[str]:
-    rows = [
-        (f"`{name}`", known.kind, f"`{known.kafka_python}`" if known.kafka_python else "not with this client")
-        for name, known in PROPERTIES.items()
-    ]
-    yield from _table(("name", "value", "kafka-python's option for it"), rows)
-    yield from _table(("refused", "because"), [(f"`{name}`", reason) for name, reason in REFUSED.items()])
+    both, one, refused = (defaultdict[str, list[str]](list) for _ in range(3))
+    for name, known in PROPERTIES.items():
+        (both if known.kafka_python else one)[known.kind].append(f"`{name}`")
+    for name, reason in REFUSED.items():
+        refused[reason].append(f"`{name}`")
+    for client, kinds in (("either client", both), ("`confluent` alone", one)):
+        yield from _table((f"with {client}", "names"), [(kind, ", ".join(names)) for kind, names in kinds.items()])
+    yield from _table(("refused", "because"), [(", ".join(names), reason) for reason, names in refused.items()])
 
 
 def _inner(kind: Any) -> tuple[list[type[BaseModel]], bool]:
@@ -242,7 +255,7 @@ def _kind(kind: Any, bounds: Sequence[Any] = ()) -> str:
         return " or ".join(dict.fromkeys(_kind(member, bounds if len(members) == 1 else ()) for member in members))
     words: dict[Any, str] = {
         bool: "true or false",
-        int: "whole number",
+        int: "integer",
         float: "number",
         str: "string",
         SecretStr: "string, secret",
@@ -254,9 +267,13 @@ def _kind(kind: Any, bounds: Sequence[Any] = ()) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(f'`"{choice}"`' for choice in get_args(kind))
     if get_origin(kind) in (tuple, list):
-        return f"list, each item {_kind(get_args(kind)[0])}"
+        return f"list of: {_kind(get_args(kind)[0])}"
     if get_origin(kind) is dict:
         return "table"
+    for bound in bounds:
+        if isinstance(bound, NamedClass):
+            names = "".join(f'`"{name}"`, ' for name in bound.names)
+            return f"{names}an import string, or an entry point of `{bound.group}`"
     return words.get(kind, "anything") + _bounds(bounds)
 
 
@@ -295,16 +312,25 @@ def _toml(value: Any) -> str:
 def _commands() -> Iterator[str]:
     rows = [(f"`{_usage(each)}`", shown(each.help)) for each in command_tree().params]
     yield from _table(("option", "does"), rows)
+    rows_of = {
+        name: [
+            (f"`{_usage(each)}`", shown(getattr(each, "help", ""))) for each in command.params if each.name != "help"
+        ]
+        for name, command in commands().items()
+    }
+    shared = {row for row, number in Counter(chain(*rows_of.values())).items() if number >= _MANY and "--" in row[0]}
+    yield (
+        "\nOptions of many commands. All that read the pipeline take `--config` and `--set`; "
+        "`--json` is for those that print a result. The others are named below.\n"
+    )
+    yield from _table(("option", "does"), sorted(shared))
     for name, command in commands().items():
         yield f"\n### anabranch {name}\n\n{shown(command.help)}\n"
-        rows = [
-            (f"`{_usage(parameter)}`", shown(getattr(parameter, "help", "")))
-            for parameter in command.params
-            if parameter.name != "help"
-        ]
-        yield from _table(("argument or option", "does"), rows)
-        if command.epilog:
-            yield f"\n{shown(command.epilog).replace('Example: ', 'Example: `')}`\n"
+        if own := [row for row in rows_of[name] if row not in shared]:
+            yield from ("\n", *(f"- {usage}: {does}\n" for usage, does in own))
+        also = [usage.strip("`").split(",")[0].split()[0] for usage, does in rows_of[name] if (usage, does) in shared]
+        if named := [f"`{option}`" for option in also if option not in _EVERYWHERE]:
+            yield f"\n{'Also' if own else 'Options:'} {', '.join(named)}.\n"
 
 
 def _usage(parameter: Any) -> str:
@@ -315,11 +341,12 @@ def _usage(parameter: Any) -> str:
 
 
 def _metrics() -> Iterator[str]:
-    rows = [
-        (f"`{name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.description.rstrip("."))
-        for name, metric in sorted(metrics().items())
-    ]
-    yield from _table(("name", "kind", "labels", "meaning"), rows)
+    found = sorted(metrics().items())
+    for kind in dict.fromkeys(metric.kind for _, metric in found):
+        yield f"\n### {kind.capitalize()}s\n\n"
+        for name, metric in found:
+            if metric.kind == kind:
+                yield f"- `{name}{{{','.join(metric.labels)}}}`\n" if metric.labels else f"- `{name}`\n"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

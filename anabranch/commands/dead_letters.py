@@ -6,23 +6,61 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.command import AsJson, DryRun, Yes, command, confirm, output, say
 from anabranch.config.loader import Config
 from anabranch.core.errors import AnabranchError, SettingsError
-from ingest.config import StreamSettings
-from ingest.formats.envelopes.cloud_events import binary_headers
-from ingest.kafka.dead_letter_reader import StoredLetter, read_dead_letters
-from ingest.kafka.producer import EventProducer
+from anabranch.ingest.formats.envelopes.cloud_events import binary_headers
+from anabranch.ingest.kafka.dead_letter_reader import StoredLetter, read_dead_letters
+from anabranch.ingest.kafka.producer import EventProducer
+from anabranch.ingest.settings.stream import StreamSettings
 
 _SOURCE = re.compile(r"(.+)\[(\d+)\]@\d+")
 _SHOWN_BYTES = 200
 
 log = logging.getLogger(__name__)
+
+
+@command("anabranch dead-letters ls --limit 20")
+def ls(
+    config: Config,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, metavar="N", help="Only the last N.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List dead letters: where each message came from, why it could not be used, and its value."""
+    letters = list_letters(config, limit)
+    output([letter_document(letter) for letter in letters] if as_json else None, lambda: render_letters(letters))
+
+
+@command('anabranch dead-letters resend --source "events[0]@4711"')
+def resend(
+    config: Config,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE", help="Send this message, such as events\\[0]@4711; repeatable."),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Send all messages.")] = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send messages of dead letters to their topics again, after the cause is fixed. A second run sends them twice."""
+    if every == bool(source):
+        raise typer.BadParameter("name messages by --source, or take all by --all")
+    chosen = None if every else source
+    if not (yes or dry_run):
+        confirm("dead-letters resend", "\n".join(send_again(config, chosen, dry_run=True).sentences()), yes=False)
+    result = send_again(config, chosen, dry_run=dry_run)
+    if as_json:
+        output(result.document(), lambda: None)
+    else:
+        say(*result.sentences())
 
 
 @dataclass
@@ -76,7 +114,7 @@ def render_letters(letters: Sequence[StoredLetter]) -> RenderableType:
     return table
 
 
-def resend(config: Config, sources: Collection[str] | None, *, dry_run: bool) -> Resent:
+def send_again(config: Config, sources: Collection[str] | None, *, dry_run: bool) -> Resent:
     """Send messages of dead letters to the topics and partitions that they came from, each source once.
 
     Letters are sent while they are read. Those that are written after the first is read are not sent.

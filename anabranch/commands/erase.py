@@ -1,4 +1,4 @@
-"""`anabranch replay erase`: records what to erase, and waits until nothing of it is left."""
+"""`anabranch erase`: records what to erase, and waits until nothing of it is left."""
 
 import os
 import re
@@ -6,22 +6,60 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from anabranch.command import AsJson, DryRun, Yes, command, confirm, output, say, time_option
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
-from ingest.events.identity import partition_name
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from learner.errors import SecondLearnerError, StateBusyError
-from learner.state_dir.lock import hold_state_directory, is_held
-from learner.state_dir.report import PartitionReport, read_report
-from replay.erasure.erased_events import ByKey, ByRange, Record, hash_of_key
-from replay.erasure.erasure_log import COMMAND, NAME, ErasureLog, now
+from anabranch.ingest.events.identity import partition_name
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.errors import SecondLearnerError, StateBusyError
+from anabranch.learner.state_dir.lock import is_locked, lock_state_directory
+from anabranch.learner.status.report import PartitionReport, read_report
+from anabranch.replay.erasure.erased_events import ByKey, ByRange, Record, hash_of_key
+from anabranch.replay.erasure.erasure_log import COMMAND, NAME, ErasureLog, now
+from anabranch.runtime.private_state import private_state
 
 _RANGE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:#(\d+))?\[(\d+)\]@(\d+)(?:\.\.(\d+))?")
 _PAUSE_SECONDS = 0.05
-_COMMAND = "anabranch replay erase"
+_COMMAND = "anabranch erase"
+
+
+@command("anabranch erase --key customer-17")
+def erase(
+    config: Config,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Erase the events of this \\[schema.key] so far; repeatable."),
+    ] = None,
+    offsets: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANGE", help="Erase these offsets, such as events[3]@100..200; repeatable."),
+    ] = None,
+    timeout: Annotated[
+        timedelta, time_option("How long to wait until the learner has erased them.", default="15s")
+    ] = timedelta(seconds=15),
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Erase events: they leave store, holdout set and checkpoints, and do not come back. Weights are not unlearned."""
+    if not key and not offsets:
+        raise typer.BadParameter("name what to erase by --key or --offsets")
+    planned = planned_sentences(plan_erasure(config, key or [], offsets or []))
+    if dry_run:
+        output({"preview": planned} if as_json else None, lambda: "\n".join(planned))
+        return
+    confirm("erase", "\n".join(planned), yes=yes)
+    with private_state(config):
+        answer = erase_events(config, key or [], offsets or [], timeout)
+    if as_json:
+        output(answer.document(), lambda: None)
+    else:
+        say(*answer.sentences())
 
 
 @dataclass(frozen=True)
@@ -58,7 +96,7 @@ class ErasureResult:
         which = f"record {self.records[-1]}" if len(self.records) == 1 else f"records up to {self.records[-1]}"
         sentences = [] if self.missing is None else [self.missing]
         if self.applied or self.store or self.holdout:
-            sentences.insert(0, f"erased {self.store:,} events of the store and {self.holdout:,} of the holdout set")
+            sentences.insert(0, f"erased events: {self.store:,} of the store, {self.holdout:,} of the holdout set")
         if self.applied and not (self.store or self.holdout):
             how = "; a key is compared byte for byte with the value of schema.key" if self.up_to else ""
             sentences.append(f"none of the events that are kept was meant{how}")
@@ -120,7 +158,7 @@ def _missing(config: Config, log: ErasureLog, through: int, patience: timedelta)
     """Wait until a learner has applied a record, or do it where there is none; return what is not done in time."""
     deadline = time.monotonic() + patience.total_seconds()
     while log.through < through:
-        if not is_held(config.state_dir):
+        if not is_locked(config.state_dir):
             try:
                 return _erase(config, log, through)
             except (SecondLearnerError, StateBusyError):  # it was there before this
@@ -137,20 +175,19 @@ def _missing(config: Config, log: ErasureLog, through: int, patience: timedelta)
 def _erase(config: Config, log: ErasureLog, through: int) -> str | None:
     """Erase what is left of all up to a record, under the lock; return what is not done."""
     # Loads torch, which takes seconds: before the lock, for which a learner that starts meanwhile waits.
-    from learner.checkpointing.erase_offline import ERASED, erase
-    from learner.object_storage.lease import PrefixOwner
-    from learner.object_storage.opening import checkpoints_to_write
-    from replay.tiers.registry import TIERS
+    from anabranch.learner.checkpoints.erase_checkpoints import IN_FILES, erase
+    from anabranch.learner.object_storage.lease import PrefixOwner
+    from anabranch.learner.object_storage.opening import checkpoints_to_write
 
     replay, storage = config.pipeline.replay, config.pipeline.storage
-    left = [f"rows in replay.{name}" for name in TIERS if name != ERASED and getattr(replay, name) is not None]
+    left = [f"rows in replay.{name}" for name in replay.slower if name != IN_FILES]
     left += [f"checkpoints in {storage.url}"] if storage is not None and storage.mode == "mirror" else []
     digest, owner = (
         Schema(config.pipeline.events).digest,
         PrefixOwner(config.pipeline.name, config.pipeline.stream.topics),
     )
     with (
-        hold_state_directory(config.state_dir, command=_COMMAND) as generation,
+        lock_state_directory(config.state_dir, command=_COMMAND) as generation,
         checkpoints_to_write(storage, config.state_dir, digest, generation, owner) as checkpoints,
     ):
         log.refresh()  # a learner that has ended may have done it

@@ -5,23 +5,50 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import typer
 
-from anabranch.commands.event_files.files import FileRecord, SourceFormat, open_source
-from anabranch.commands.rollout import connect, refusal_error
+from anabranch.command import AsJson, command, output
+from anabranch.commands.event_files.files import (
+    Delimiter,
+    FileArgument,
+    FileFormat,
+    FileRecord,
+    SourceFormat,
+    open_source,
+)
+from anabranch.commands.versions.rollout import answer_of, connect, refusal_error, refusal_in
 from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
-from ingest.events.schema import Feature, Schema
-from ingest.formats.json_text import decoded
-from serving.reporting.report import read_report
+from anabranch.core.failures import UNDECODABLE
+from anabranch.ingest.events.schema import Feature, Schema
+from anabranch.ingest.formats.json_text import decoded
+from anabranch.serving.reporting.report import read_report
 
+_T = TypeVar("_T")
 _JSON = {"Content-Type": "application/json"}
 
 
+@command("anabranch predict events.jsonl")
 def predict(
+    source: FileArgument,
+    config: Config,
+    format_: FileFormat = None,
+    delimiter: Delimiter = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the running server for a prediction for each event of a file, and print one JSON object a line."""
+    found = predictions(config, source, kind=format_, delimiter=delimiter)
+    if as_json:
+        output(list(found), lambda: None)
+    for prediction in () if as_json else found:
+        typer.echo(json.dumps(prediction))
+
+
+def predictions(
     config: Config, path: Path, *, kind: SourceFormat | None = None, delimiter: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield for each event its prediction, with the version that made it, as JSON values.
@@ -38,29 +65,50 @@ def predict(
     connection, headers = connect(config, report, token)
     url = f"/v2/models/{name}"
     try:
-        inputs = {tensor["name"]: tensor for tensor in _ask(connection, "GET", url, None, headers)["inputs"]}
+        metadata = _ask(connection, "GET", url, None, headers, _Metadata)
+        inputs = {tensor.name: tensor.datatype for tensor in metadata.inputs}
         with open_source(path, kind, delimiter, schema, checked=True) as source:
             for record in source:
                 event = _event(record)
                 body = json.dumps({"inputs": tensors_of(schema, event, inputs, record.location)}, allow_nan=False)
-                reply = _ask(connection, "POST", f"{url}/infer", body, headers)
-                yield {
-                    "version": reply["model_version"],
-                    **{output["name"]: _first(output) for output in reply["outputs"]},
-                }
-    except (OSError, http.client.HTTPException, KeyError, ValueError) as exc:
+                reply = _ask(connection, "POST", f"{url}/infer", body, headers, _Reply)
+                yield {"version": reply.model_version, **{each.name: _first(each) for each in reply.outputs}}
+    except (OSError, http.client.HTTPException, LookupError, ValueError, *UNDECODABLE) as exc:
         raise DependencyError(f"serving at {report.address} does not answer as expected: {exc!r}") from exc
     finally:
         connection.close()
 
 
-def _ask(connection: http.client.HTTPConnection, method: str, url: str, body: str | None, headers: Any) -> Any:
-    connection.request(method, url, body, {**_JSON, **headers})
-    reply = connection.getresponse()
-    content = json.loads(reply.read())
-    if reply.status != http.HTTPStatus.OK:
-        raise refusal_error(reply.status)(f"the server answered {reply.status}: {content.get('error', content)}")
-    return content
+class _Tensor(msgspec.Struct):
+    """A tensor of the Open Inference Protocol; only those of an answer have a shape and data."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[Any] = []
+
+
+class _Metadata(msgspec.Struct):
+    """What is read of the answer to `GET /v2/models/NAME`."""
+
+    inputs: list[_Tensor]
+
+
+class _Reply(msgspec.Struct):
+    """What is read of the answer to an inference request."""
+
+    model_version: str
+    outputs: list[_Tensor]
+
+
+def _ask(
+    connection: http.client.HTTPConnection, method: str, url: str, content: str | None, headers: Any, kind: type[_T]
+) -> _T:
+    connection.request(method, url, content, {**_JSON, **headers})
+    status, body = answer_of(connection)
+    if status != http.HTTPStatus.OK:
+        raise refusal_error(status)(f"the server answered {status}: {refusal_in(body) or 'no reason'}")
+    return msgspec.json.decode(body, type=kind)
 
 
 def _event(record: FileRecord) -> Mapping[str, Any]:
@@ -75,7 +123,7 @@ def _event(record: FileRecord) -> Mapping[str, Any]:
 
 
 def tensors_of(
-    schema: Schema, event: Mapping[str, Any], inputs: Mapping[str, Any], location: str
+    schema: Schema, event: Mapping[str, Any], inputs: Mapping[str, str], location: str
 ) -> list[dict[str, Any]]:
     """Return the features of one event as input tensors of the Open Inference Protocol.
 
@@ -88,16 +136,15 @@ def tensors_of(
     return [_tensor(feature, event, inputs, location) for feature in given]
 
 
-def _tensor(feature: Feature, event: Mapping[str, Any], inputs: Mapping[str, Any], location: str) -> dict[str, Any]:
+def _tensor(feature: Feature, event: Mapping[str, Any], inputs: Mapping[str, str], location: str) -> dict[str, Any]:
     value = event.get(feature.name)
     if value is None:
         raise SettingsError(f'{location}: the feature "{feature.name}" is missing')
     data = [None if each != each else each for each in np.asarray(value, object).ravel().tolist()]  # JSON has no NaN
-    datatype = inputs[feature.name]["datatype"]
-    return {"name": feature.name, "datatype": datatype, "shape": [1, *feature.shape], "data": data}
+    return {"name": feature.name, "datatype": inputs[feature.name], "shape": [1, *feature.shape], "data": data}
 
 
-def _first(output: Mapping[str, Any]) -> Any:
+def _first(output: _Tensor) -> Any:
     """Return the output for the one event: a number, or a list of them."""
-    data = np.asarray(output["data"], object).reshape(output["shape"])[0]
+    data = np.asarray(output.data, object).reshape(output.shape)[0]
     return data.tolist() if isinstance(data, np.ndarray) else data

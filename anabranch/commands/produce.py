@@ -2,35 +2,90 @@
 
 import contextlib
 import itertools
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+import typer
 
-from anabranch.commands.event_files.files import STDIN, EventFile, FileRecord, SourceFormat, open_source
+from anabranch.command import AsJson, command, output
+from anabranch.commands.event_files.files import (
+    STDIN,
+    Delimiter,
+    EventFile,
+    FileArgument,
+    FileFormat,
+    FileRecord,
+    SourceFormat,
+    open_source,
+)
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import seconds_of
+from anabranch.ingest.formats.envelopes.cloud_events import binary_headers
+from anabranch.ingest.formats.json_text import decoded
+from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.kafka.producer import EventProducer, create_topics
+from anabranch.ingest.worker.value_decoder import ValueDecoder
 from anabranch.runtime.rate_limiter import Pacer
-from ingest.events.schema import Schema
-from ingest.formats.base import seconds_of
-from ingest.formats.envelopes.cloud_events import binary_headers
-from ingest.formats.json_text import decoded
-from ingest.formats.registry import FORMATS
-from ingest.formats.rows import pack_rows
-from ingest.kafka.producer import EventProducer, create_topics
-from ingest.worker.value_decoder import ValueDecoder
-
-__all__ = ["STDIN", "OnError", "Produced", "produce"]
 
 OnError = Literal["stop", "skip"]
 
 _BATCH = 256
 """Events that are checked together; from stdin each goes at once."""
 _NAMED_FAULTS = 10
+
+
+@command("anabranch produce events.jsonl --create-topic --rate 1000")
+def produce(
+    source: FileArgument,
+    config: Config,
+    topic: Annotated[str | None, typer.Option(help="Topic; by default the pipeline's first.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Events a second; by default as fast as possible.")
+    ] = None,
+    create_topic: Annotated[
+        bool, typer.Option("--create-topic", help="Create the topic and the dead-letter topic if they do not exist.")
+    ] = False,
+    partitions: Annotated[int, typer.Option(min=1, help="Partitions of a created topic.")] = 2,
+    format_: FileFormat = None,
+    delimiter: Delimiter = None,
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        typer.Option(
+            metavar="WHAT",
+            help="At an event that the pipeline cannot use: stop, or skip and report it; by default stop.",
+        ),
+    ] = "stop",
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="Send events without checking that the pipeline can use them.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send events to the topic, and print the last offset per partition in the format of trained_through."""
+    produced = send_events(
+        config,
+        source,
+        topic=topic,
+        rate=rate,
+        partitions=partitions if create_topic else None,
+        checked=not unchecked,
+        kind=format_,
+        delimiter=delimiter,
+        on_error=on_error,
+    )
+    if as_json:
+        output(produced.document(), lambda: None)
+    else:
+        for sentence in produced.sentences():
+            typer.echo(sentence, err=True)
+        typer.echo(produced.offsets())
+    if produced.interrupted:
+        raise KeyboardInterrupt
 
 
 @dataclass
@@ -54,6 +109,27 @@ class Produced:
         """Return the last offsets as replies write `trained_through`: `events:0=4711,events:1=4698`."""
         return ",".join(f"{partition}={offset}" for partition, offset in self.last_offsets.items())
 
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "topic": self.topic,
+            "events": self.events,
+            "last_offsets": self.offsets(),
+            "skipped": self.skipped,
+            "unknown_fields": self.unknown_fields,
+            "columns_left_out": self.columns_left_out,
+        }
+
+    def sentences(self) -> Iterator[str]:
+        """Yield what was sent and what was not, for a person."""
+        if self.columns_left_out:
+            yield f"left out columns that are not in [schema]: {', '.join(self.columns_left_out)}"
+        if self.unknown_fields:
+            yield f"{self.unknown_fields:,} events have fields that the schema does not know"
+        if self.skipped:
+            yield f"left out {self.skipped:,} events that the pipeline cannot use"
+        yield f"sent {self.events:,} events to {self.topic}; the last offsets:"
+
 
 @dataclass(frozen=True)
 class _Message:
@@ -65,7 +141,7 @@ class _Message:
     fault: str = ""
 
 
-def produce(
+def send_events(
     config: Config,
     path: Path,
     *,
@@ -114,8 +190,8 @@ def produce(
         producer.flush()
     if fault is not None:
         raise SettingsError(
-            f"{'stdin' if path == STDIN else path}, {fault.location}: {fault.fault}; the {producer.acknowledged:,} "
-            "events before it were sent"
+            f"{'stdin' if path == STDIN else path}, {fault.location}: {fault.fault}; events sent before it: "
+            f"{producer.acknowledged:,}; correct it or [schema], or skip such events by --on-error skip"
         )
     produced.events, produced.last_offsets = producer.acknowledged, producer.last_offsets
     produced.unknown_fields = encoder.unknown_fields
@@ -128,12 +204,12 @@ class _Encoder:
     def __init__(self, config: Config, *, checked: bool) -> None:
         stream = config.pipeline.stream
         self.schema = Schema(config.pipeline.events)
-        if stream.format not in FORMATS:
-            raise SettingsError(
-                f'produce cannot write stream.format = "{stream.format}": use a serializer of the registry'
-            )
-        self._decoder = ValueDecoder(FORMATS[stream.format](self.schema), self.schema, int(stream.max_message_bytes))
-        self._pack = packer(stream.format)
+        if not stream.format_kind.writes:
+            other = "a serializer of the registry" if stream.registry is not None else "your own producer"
+            raise SettingsError(f'produce cannot write stream.format = "{stream.format}": use {other}')
+        written = make_format(stream.model_copy(update={"envelope": "none"}), self.schema)
+        self._decoder = ValueDecoder(written, self.schema, int(stream.max_message_bytes))
+        self._pack, self._is_json = written.pack, stream.format == "json"
         self._most_bytes = int(stream.max_message_bytes)
         self._checked = checked
         self.unknown_fields = 0
@@ -149,14 +225,14 @@ class _Encoder:
             return _Message(record.location, fault=record.fault)
         content = record.content
         try:
-            if isinstance(content, bytes) and (not self._checked or not (self._pack or self.schema.key)):
+            if isinstance(content, bytes) and (not self._checked or (self._is_json and not self.schema.key)):
                 return _Message(record.location, content)
             event = _object(content) if isinstance(content, bytes) else self._labelled(content)
             key = event.get(self.schema.key) if self.schema.key else None
-            if self._pack:
-                value = self._pack(self.schema, [self._with_seconds(event)])
+            if self._is_json:
+                value = content if isinstance(content, bytes) else self._pack([event])
             else:
-                value = content if isinstance(content, bytes) else _json(event)
+                value = self._pack([self._with_seconds(event)])
         except (SettingsError, TypeError, ValueError) as exc:
             return _Message(record.location, fault=str(exc).removeprefix("event 0: "))
         return _Message(record.location, value, None if key is None else str(key).encode())
@@ -183,22 +259,6 @@ class _Encoder:
                 fault = f"oversized: {len(message.value)} bytes, and stream.max_message_bytes = {self._most_bytes}"
                 messages[i] = _Message(message.location, fault=fault)
         return messages
-
-
-def packer(name: str) -> Callable[[Schema, Sequence[Mapping[str, Any]]], bytes] | None:
-    """Return what makes a message of events in a format that is not JSON; None for JSON."""
-    if name == "arrow":
-        from ingest.formats.arrow_writer import pack_batch
-
-        return pack_batch
-    return pack_rows if name == "rows" else None
-
-
-def _json(event: dict[str, Any]) -> bytes:
-    for name, value in event.items():
-        if isinstance(value, float) and math.isinf(value):  # JSON has no infinity; NaN is written as null
-            raise ValueError(f"{name} is {value}")
-    return msgspec.json.encode(event)
 
 
 def _object(line: bytes) -> dict[str, Any]:

@@ -1,26 +1,31 @@
 """`anabranch status`: one screen of the reports of learner and serving."""
 
-import os
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.commands.fleet import fleet_lines, fleet_of
+from anabranch.command import AsJson, command, output
+from anabranch.commands.versions.fleet import fleet_lines, fleet_of
 from anabranch.config.loader import Config
-from anabranch.runtime.console import PlainConsole
-from anabranch.runtime.lifecycle import Exit, stop_on_signals
-from learner.state_dir.report import (
+from anabranch.core.die_with_parent import lives
+from anabranch.core.sizes import size_text
+from anabranch.learner.device.reading import DeviceReport
+from anabranch.learner.state_dir.search_control import SearchReport, shown
+from anabranch.learner.state_dir.undo_file import UndoReport
+from anabranch.learner.status.report import (
     LAG_STALE,
     BackfillReport,
     CanaryReport,
-    DeviceReport,
     DeviceSharingReport,
     LabelReport,
     LearnerReport,
@@ -28,15 +33,42 @@ from learner.state_dir.report import (
     no_better,
     simplest_rule,
 )
-from learner.state_dir.report import read_report as read_learner
-from learner.state_dir.search.control import SearchReport, shown
-from learner.state_dir.undo_file import UndoReport
-from serving.fleet.overview import Fleet
-from serving.reporting.health import SILENT
-from serving.reporting.report import ServingReport, ShadowReport
-from serving.reporting.report import read_report as read_serving
+from anabranch.learner.status.report import read_report as read_learner
+from anabranch.runtime.console import PlainConsole
+from anabranch.runtime.lifecycle import Exit, stop_on_signals
+from anabranch.serving.fleet.overview import Fleet
+from anabranch.serving.reporting.health import SILENT
+from anabranch.serving.reporting.report import ServingReport, ShadowReport
+from anabranch.serving.reporting.report import read_report as read_serving
 
 _BAR_COLUMNS = 40
+_UNITS: Mapping[str, Callable[[float], str]] = {
+    "_seconds": lambda seconds: _duration(seconds),
+    "_bytes": size_text,
+    "_ratio": lambda part: f"{part:.1%}",
+}
+"""How a number is shown, by the end of its name."""
+
+
+@command("anabranch status --watch")
+def status(
+    config: Config,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update the screen every second, until Ctrl-C.")] = False,
+    exit_code: Annotated[
+        bool,
+        typer.Option("--exit-code", help="Exit with 0 when healthy, 4 when unhealthy, 5 when a part is not running."),
+    ] = False,
+) -> Exit | None:
+    """Show pipeline health, lag, throughput, accuracy and the served version."""
+    if watch and not as_json:
+        watch_status(config)
+    state = read_status(config)
+    if as_json:
+        typer.echo(state.to_json(), nl=False)
+    elif not watch:
+        output(None, lambda: render(state))
+    return state.exit_code() if exit_code else None
 
 
 @dataclass(frozen=True)
@@ -53,7 +85,7 @@ class Status:
 
     def condition(self, report: LearnerReport | ServingReport | None) -> str:
         """Return `running`, `silent` or `not running`."""
-        if report is None or not _lives(report.pid):
+        if report is None or not lives(report.pid):
             return "not running"
         return "running" if self.now - report.time < SILENT.total_seconds() else "silent"
 
@@ -164,7 +196,7 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row("late labels", _labels(report.labels))
     last = next(reversed(report.replay_rows), None)  # which holds all; tiers before it are caches
     tiers = {
-        tier if tier == last else f"{tier} cache": f"{rows:,} ({report.replay_bytes.get(tier, 0) / 1e6:.1f} MB)"
+        tier if tier == last else f"{tier} cache": f"{rows:,} ({size_text(report.replay_bytes.get(tier, 0))})"
         for tier, rows in report.replay_rows.items()
     }
     table.add_row("replay", _pairs(tiers) or "empty")
@@ -186,6 +218,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     table.add_row("gate", _gate(report))
     if report.canary is not None:
         table.add_row("canary", _canary(report.canary))
+    for name, numbers in report.extensions.items():
+        table.add_row(Text(name.replace("_", " ")), Text(_numbers(numbers)))
     return table
 
 
@@ -218,12 +252,12 @@ def _storage(storage: StorageReport) -> Text:
     behind = {kind: f"for {_duration(lag)}" for kind, lag in storage.lag_seconds.items() if lag > 0}
     if behind:
         return Text(f"{storage.url} lacks the newest {_pairs(behind)}", style="yellow")
-    return Text(f"{storage.url} has everything, {storage.uploaded_bytes / 1e6:,.1f} MB uploaded")
+    return Text(f"{storage.url} has everything, {size_text(storage.uploaded_bytes)} uploaded")
 
 
 def _labels(labels: LabelReport) -> str:
     """Say how many events wait, how those before ended, what became of labels, and how late these are."""
-    waiting = f"{labels.waiting:,} events wait ({labels.bytes / 1e6:.1f} of {labels.bound / 1e6:.1f} MB)"
+    waiting = f"{labels.waiting:,} events wait ({size_text(labels.bytes)} of {size_text(labels.bound)})"
     ended = _pairs({name: f"{count:,}" for name, count in labels.ended.items() if count})
     counts = _pairs({name: f"{count:,}" for name, count in labels.labels.items() if count})
     p50, p99 = labels.lag_p50_seconds, labels.lag_p99_seconds
@@ -332,6 +366,25 @@ def _canary(canary: CanaryReport) -> Text:
     return Text(f"version {canary.version} against {canary.stable} on {', '.join(canary.servers)}, {compared}{last}")
 
 
+def _numbers(numbers: Mapping[str, Any]) -> str:
+    """Return numbers that an extension reports, in the unit that their name ends with."""
+    shown = {}
+    for name, value in numbers.items():
+        unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
+        if isinstance(value, dict):
+            found = _pairs({key: _number(one, unit) for key, one in value.items()}) or "none"
+        else:
+            found = _number(value, unit)
+        shown[name.removesuffix(unit)] = found
+    return "; ".join(f"{name.replace('_', ' ')} {found}" for name, found in shown.items())
+
+
+def _number(value: Any, unit: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "not known" if value is None else str(value)
+    return _UNITS[unit](value) if unit else f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
 def _shadow(shadow: ShadowReport) -> Text:
     """Say how far a version that is not served disagrees."""
     if shadow.failed is not None:
@@ -365,16 +418,6 @@ def _age(seconds: float) -> str:
     if whole < 60:
         return f"{max(0.0, seconds):.1f} s"
     return str(timedelta(seconds=whole))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def watch_status(config: Config) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from anabranch.config.model import Pipeline, alternatives
+from anabranch.config.pipeline import Pipeline, alternatives
 from anabranch.core.settings import documented_fields
 
 _CLOSE = 0.5

@@ -1,44 +1,62 @@
-"""`pipeline.toml`: read, overridden from the environment, resolved and validated.
+"""`pipeline.toml`: read, overridden from the environment and by `--set`, resolved and validated.
 
 The environment is read here and nowhere else.
 """
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from anabranch.config.explain import Fault, explained, key_of, rank, sentence_of, without
-from anabranch.config.label_checks import label_conflicts
-from anabranch.config.model import Pipeline
 from anabranch.config.overrides import apply_overrides, origin_of
+from anabranch.config.pipeline import Pipeline
 from anabranch.core.errors import SettingsError
 from anabranch.core.net import is_loopback
-from learner.compatibility import conflicts, facts, stage_conflicts
-from learner.sections.search import search_conflicts
-from learner.sections.teacher import teacher_conflicts
-from learner.state_dir.origin import is_published
+from anabranch.core.users_code import FOLDER
+from anabranch.ingest.settings.labels import LabelStreamSettings
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.settings.compatibility import conflicts, facts, stage_conflicts
+from anabranch.learner.settings.model import teacher_conflicts
+from anabranch.learner.settings.search import search_conflicts
+from anabranch.learner.state_dir.origin import is_published
 
 _NOTHING_HIDDEN = "it is stored in every version and shown in errors, so it holds no secret; write the value, or have "
 _NOTHING_HIDDEN += "the model's code read {} itself"
 
 
+def label_conflicts(events: SchemaSettings, labels: LabelStreamSettings) -> Iterator[tuple[str, str]]:
+    """Yield each key of `[stream.labels]` that does not fit the schema, and one sentence on it."""
+    key = labels.key or (events.key.name if events.key is not None else None)
+    fields = [*events.features, events.label.name, labels.name]
+    fields += [field.name for field in (events.time, events.weight) if field is not None]
+    classes = events.label.classes
+    if key is None:
+        yield "key", "labels find their events by a key, and there is none; set stream.labels.key or [schema.key]"
+    elif key in fields:
+        taken = "is a feature, a label, the time or the weight too; name another field"
+        yield "key", f"stream.labels.key = {key!r} {taken}"
+    if labels.unmatched == "negative" and (classes is None or events.label.multi or events.label.length):
+        needs = 'needs [schema.label] with classes of which an event has one; write "drop" or "store"'
+        yield "unmatched", f'stream.labels.unmatched = "negative" {needs}'
+
+
 class Config:
     """A validated pipeline and the folder of its file."""
 
-    def __init__(self, pipeline: Pipeline, path: Path) -> None:
+    def __init__(self, pipeline: Pipeline, path: Path, assignments: Sequence[str] = ()) -> None:
         self.path = path
+        self.assignments = tuple(assignments)
         self.folder = path.parent
-        self.state_dir = self.folder / pipeline.state_dir
-        self.pipeline = pipeline.model_copy(
-            update={
-                "stream": pipeline.stream.resolved(pipeline.name, self.folder),
-                "events": pipeline.events.below(self.folder),
-            }
-        )
+        self.pipeline = pipeline.below(self.folder)
+        self.state_dir = self.pipeline.state_dir
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return the options by which a daemon reads the same settings."""
+        return "-c", str(self.path), *(part for each in self.assignments for part in ("--set", each))
 
 
 class Examined(NamedTuple):
@@ -51,20 +69,24 @@ class Examined(NamedTuple):
     """Values that came from the environment or from files."""
 
 
-def load_config(path: Path, environment: Mapping[str, str] = os.environ) -> Config:
-    """Read `path`, apply overrides from the environment, and validate.
+def load_config(path: Path, environment: Mapping[str, str] = os.environ, *, assignments: Sequence[str] = ()) -> Config:
+    """Read `path`, apply overrides from the environment and then `assignments`, and validate.
+
+    An assignment is `section.key=value`, with the value as in the file; strings need no quotes.
 
     Raises:
         SettingsError: one sentence that names file, key, value and the way out.
     """
-    config, faults, _ = examine_config(path, environment)
+    config, faults, _ = examine_config(path, environment, assignments=assignments)
     if faults:
         raise SettingsError(faults[0].sentence) from None
     assert config is not None
     return config
 
 
-def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> Examined:
+def examine_config(
+    path: Path, environment: Mapping[str, str] = os.environ, *, assignments: Sequence[str] = ()
+) -> Examined:
     """Return the settings with everything that is wrong with them, the worst first.
 
     Raises:
@@ -77,12 +99,12 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
         raise SettingsError(f'{path} does not exist; "anabranch init DIR" writes an example') from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as exc:
         raise SettingsError(f"{path} cannot be read: {exc}") from exc
-    overrides, faults = apply_overrides(document, environment)
+    overrides, faults = apply_overrides(document, environment, assignments)
     secrets: dict[tuple[str, ...], str] = {}
     resolved = _resolve(document, (), path.parent, environment, secrets, faults)
     pipeline: Pipeline | None = None
     try:
-        pipeline = Pipeline.model_validate(resolved)
+        pipeline = Pipeline.model_validate(resolved, context={FOLDER: path.parent})
     except ValidationError as exc:
         errors = explained(resolved, sorted(exc.errors(), key=rank))
         known = {fault.location for fault in faults}
@@ -93,7 +115,7 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
                 same_key = [other for other in errors if key_of(resolved, other) == location]
                 origin = origin_of(path, location, overrides)
                 faults.append(Fault(location, sentence_of(origin, resolved, same_key, set(secrets))))
-        pipeline = _without_faults(resolved, exc)
+        pipeline = _without_faults(resolved, exc, path.parent)
     else:
         faults += [
             Fault(location, f"{origin_of(path, location, overrides)}: {sentence}")
@@ -101,16 +123,16 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
         ]
     hidden = set(secrets.values())
     faults = [Fault(location, without(sentence, hidden)) for location, sentence in faults]
-    return Examined(None if pipeline is None else Config(pipeline, path), faults, hidden)
+    return Examined(None if pipeline is None else Config(pipeline, path, assignments), faults, hidden)
 
 
-def _without_faults(document: dict[str, Any], found: ValidationError) -> Pipeline | None:
+def _without_faults(document: dict[str, Any], found: ValidationError, folder: Path) -> Pipeline | None:
     """Return the settings without the keys at fault; what is wrong with these is no fault of the document."""
     for _ in range(2):
         for location in [key_of(document, error) for error in sorted(found.errors(), key=rank)]:
             _remove(document, location)
         try:
-            return Pipeline.model_validate(document)
+            return Pipeline.model_validate(document, context={FOLDER: folder})
         except ValidationError as exc:
             found = exc
     return None
@@ -123,16 +145,7 @@ def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
     if not is_loopback(host) and not serving.tokens.read.get_secret_value():
         sentence = f'learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
         yield ("learner", "status"), sentence
-    sections = (
-        pipeline.learner,
-        pipeline.replay,
-        pipeline.stream,
-        pipeline.device_sharing,
-        pipeline.model,
-        pipeline.events,
-    )
-    chosen = facts(*sections, searches=pipeline.search is not None)
-    for key, sentence in (*conflicts(chosen), *stage_conflicts(pipeline.model, pipeline.learner)):
+    for key, sentence in (*conflicts(facts(pipeline)), *stage_conflicts(pipeline.model, pipeline.learner)):
         yield tuple(key.split(".")), sentence
     for name, text in (("versions_from", '"storage"'), ("canary", f"{serving.canary:g}")):
         if pipeline.storage is None and getattr(serving, name) not in ("state_dir", 0):

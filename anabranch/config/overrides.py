@@ -1,59 +1,93 @@
-"""Overrides of settings by variables of the environment, such as `ANABRANCH__LEARNER__BATCH_SIZE`."""
+"""Overrides of settings: by variables, such as `ANABRANCH__LEARNER__BATCH_SIZE`, and by `--set`."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
 
 from anabranch.config.explain import Fault, nearest_key
-from anabranch.config.model import Pipeline, alternatives
+from anabranch.config.pipeline import Pipeline, alternatives
 from anabranch.core.errors import SettingsError
-from learner.state_dir.origin import is_published
+from anabranch.learner.state_dir.origin import is_published
 
 ENVIRONMENT_PREFIX = "ANABRANCH__"
 _TESTS_PREFIX = "ANABRANCH_TEST_"
 
 
 def apply_overrides(
-    document: dict[str, Any], environment: Mapping[str, str]
+    document: dict[str, Any], environment: Mapping[str, str], assignments: Sequence[str] = ()
 ) -> tuple[dict[tuple[str, ...], str], list[Fault]]:
-    """Override settings by variables; return the variable of each key, and what is wrong with names of variables."""
+    """Override settings by variables, then by assignments such as `learner.batch_size=64`.
+
+    Returns:
+        What sets each key, the last one last: a variable or an option. And what is wrong with their names.
+    """
     overrides, faults = dict[tuple[str, ...], str](), []
     for name, text in environment.items():
         try:
-            overrides[_override_one(document, name, text)] = name
+            if parts := _parts_of_variable(name):
+                overrides[_override_one(document, name, parts, text, from_environment=True)] = name
         except SettingsError as exc:
             faults.append(Fault((name,), str(exc)))
-    overrides.pop((), None)
+    for each in assignments:
+        key, sign, text = (part.strip() for part in each.partition("="))
+        name = f"--set {key}"
+        try:
+            if not sign:
+                raise SettingsError(f"{name}: write SECTION.KEY=VALUE")
+            overrides[_override_one(document, name, _parts_of_key(name, key), text, from_environment=False)] = name
+        except SettingsError as exc:
+            faults.append(Fault((name,), str(exc)))
     return overrides, faults
 
 
-def origin_of(path: Path, location: tuple[str, ...], overrides: Mapping[tuple[str, ...], str]) -> Path | str:
-    """Return what sets a key: the variable that overrides it, or a part of it; else the file."""
-    return next((name for key, name in overrides.items() if location[: len(key)] == key), path)
+def origin_of(path: Path, location: tuple[str, ...], overrides: dict[tuple[str, ...], str]) -> Path | str:
+    """Return what sets a key: the variable or option that overrides it, or a part of it; else the file."""
+    return next((name for key, name in reversed(overrides.items()) if location[: len(key)] == key), path)
 
 
-def _override_one(document: dict[str, Any], name: str, text: str) -> tuple[str, ...]:
-    """Override one key, and return the keys that lead to it; none when the variable is not ours."""
+def _parts_of_variable(name: str) -> list[str]:
+    """Return the keys that a variable names; none when it is not ours."""
     if name.startswith("ANABRANCH_") and not name.startswith((ENVIRONMENT_PREFIX, _TESTS_PREFIX)):
         raise SettingsError(f"{name}: overrides are written {ENVIRONMENT_PREFIX}SECTION__KEY, two underscores each")
     if not name.startswith(ENVIRONMENT_PREFIX):
-        return ()
+        return []
+    return name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+
+
+def _parts_of_key(name: str, key: str) -> list[str]:
+    """Return the keys of a dotted key of TOML."""
+    try:
+        table: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        raise SettingsError(f"{name} is no key: write SECTION.KEY=VALUE") from None
+    parts = list[str]()
+    while isinstance(table, dict):
+        (part,) = table
+        table = table[part]
+        parts.append(part)
+    return parts
+
+
+def _override_one(
+    document: dict[str, Any], name: str, parts: Sequence[str], text: str, *, from_environment: bool
+) -> tuple[str, ...]:
+    """Override one key, and return the keys that lead to it."""
     table, kind, keys = document, cast("Any", Pipeline), list[str]()
-    *sections, last = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
+    *sections, last = parts
     for section in sections:
-        key, kind = _step(kind, section, table, name)
+        key, kind = _step(kind, section, table, name, ignore_case=from_environment)
         keys.append(key)
         if isinstance(table.get(key), str) and _is_named(kind):
             table[key] = {"name": table[key]}
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise SettingsError(f"{name}: {key} is a value, not a section")
-    key, kind = _step(kind, last, table, name)
+    key, kind = _step(kind, last, table, name, ignore_case=from_environment)
     value = _value(text, kind)
-    if _has_free_text(value, kind) and is_published((*keys, key)):
+    if from_environment and _has_free_text(value, kind) and is_published((*keys, key)):
         raise SettingsError(
             f"{name}: a text of the environment may be a secret, and {'.'.join((*keys, key))} is stored in every "
             "version and shown in errors; write it into the file, or have the model's code read a separate variable"
@@ -74,18 +108,18 @@ def _is_named(kind: Any) -> bool:
     )
 
 
-def _step(kind: Any, part: str, table: Mapping[str, Any], name: str) -> tuple[str, Any]:
-    """Return the key that a part of a variable's name means, and the type of its value."""
+def _step(kind: Any, part: str, table: Mapping[str, Any], name: str, *, ignore_case: bool) -> tuple[str, Any]:
+    """Return the key that a part of a name means, and the type of its value."""
     types = alternatives(kind)
     models = [model for model in types if isinstance(model, type) and issubclass(model, BaseModel)]
     if len(models) == 1:
         known = {field.alias or key: field.annotation for key, field in models[0].model_fields.items()}
-        if part.lower() in known:
-            return part.lower(), known[part.lower()]
+        if part in known:
+            return part, known[part]
         if models[0].model_config.get("extra") == "forbid":
-            raise SettingsError(f"{name}: there is no key {part.lower()}{nearest_key(part.lower(), known)}")
+            raise SettingsError(f"{name}: there is no key {part}{nearest_key(part, known)}")
     # Names that the user gives (features, arguments) may have capitals, which many environments do not.
-    key = next((key for key in table if key.lower() == part.lower()), part.lower())
+    key = next((key for key in table if ignore_case and key.lower() == part.lower()), part)
     inner = next((get_args(type_)[1] for type_ in types if get_origin(type_) is dict), Any)
     return key, inner
 

@@ -28,11 +28,35 @@ def when_stdin_ends(call: Callable[[], object]) -> None:
     threading.Thread(target=watch, name="watch-stdin", daemon=True).start()
 
 
+def lives(pid: int) -> bool:
+    """Return whether a process runs on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
 def main() -> int:
     """Run the command until it ends, stdin ends, or SIGTERM comes; return the command's exit code."""
     folder, command = (sys.argv[2], sys.argv[3:]) if sys.argv[1] == "--remove" else (None, sys.argv[1:])
+    is_orphaned, is_stopping = threading.Event(), threading.Event()
+    child: subprocess.Popen[bytes] | None = None
+
+    def hand_on(*_: object) -> None:
+        is_stopping.set()
+        if child is not None:
+            child.terminate()
+
+    # Before the command starts, which may say so at once, and not as SIG_IGN, which the command would inherit.
+    # A terminal sends SIGINT to its whole process group; the parent decides when the command ends.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, hand_on)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    is_orphaned = threading.Event()
+    if is_stopping.is_set():
+        child.terminate()
 
     def stop() -> None:
         is_orphaned.set()
@@ -42,9 +66,6 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             child.kill()
 
-    # A terminal sends SIGINT to its whole process group; the parent decides when the command ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     when_stdin_ends(stop)
     code = child.wait()
     if folder is not None and is_orphaned.is_set():

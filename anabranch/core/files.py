@@ -1,5 +1,7 @@
 """Reads files of the state directory safely, and makes their folders durable."""
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -94,6 +96,40 @@ def existing_folder(folder: Path) -> Path:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
+
+
+def used_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # a process has just deleted it
+            continue
+    return total
+
+
+def stamp_of(path: Path) -> object:
+    """Return a value that changes when a file is replaced or changed; None where it is missing or cannot be read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+@contextlib.contextmanager
+def locked_file(path: Path) -> Iterator[None]:
+    """Lock a file, which is created if it is missing, against other processes and this one; must not be nested.
+
+    Raises OSError where it cannot be created.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def number_of(name: str) -> int | None:

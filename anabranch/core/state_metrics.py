@@ -1,14 +1,15 @@
 """Prometheus metrics that are read off an object at one point in time: name, help, value and labels, declared once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from anabranch.core.reported import Value, declared
+
 StateT = TypeVar("StateT")
-Value = float | Mapping[str, float] | Mapping[tuple[str, str], float] | None
 
 
 class StateGauge(Generic[StateT]):
@@ -37,6 +38,16 @@ class StateCounter(StateGauge[StateT]):
     """A counter and how to read its total, which never decreases while the process lives."""
 
     family = CounterMetricFamily
+
+
+def metrics_of(report: type[Any], without: str = "") -> list[StateGauge[Any]]:
+    """Return the metrics that the fields of a report declare, besides those of the field `without`."""
+    return [
+        (StateCounter if metric.metric.endswith("_total") else StateGauge)(
+            metric.metric, metric.description, read, *labels
+        )
+        for metric, labels, read in declared(report, without)
+    ]
 
 
 class StateCollector(Collector, Generic[StateT]):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from anabranch.config.overrides import ENVIRONMENT_PREFIX
-from serving.config import Tokens
+from anabranch.learner.settings.pipeline import Tokens
 
 _TOKEN = f"{ENVIRONMENT_PREFIX}SERVING__TOKENS__ADMIN"
 _HOST = f"{ENVIRONMENT_PREFIX}SERVING__HOST"

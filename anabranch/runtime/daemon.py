@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from anabranch.core.logs import LogSettings, add_log_options, configure_logging
-from anabranch.runtime.package_check import refuse_intruders
 
 if TYPE_CHECKING:
     from anabranch.config.loader import Config
@@ -47,13 +46,13 @@ def enter(
     """
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("-c", "--config", type=Path, default=Path("pipeline.toml"), help="the pipeline's settings")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="use this value of a setting")
     parser.add_argument("--supervised", action="store_true", help="stop when stdin ends")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at level debug")
     add_log_options(parser)
     if prepare is not None:
         parser.add_argument("--standby", action="store_true", help="begin when a line comes on stdin")
     options = parser.parse_args(arguments)
-    refuse_intruders()
     set_allocator(os.environ)
     from anabranch.config.loader import load_config
     from anabranch.runtime.lifecycle import (
@@ -76,7 +75,7 @@ def enter(
                 log.info("%s is ready as standby", name)
                 if not wait_for_parent(stop):
                     return
-            config = load_config(options.config)
+            config = load_config(options.config, assignments=options.set)
             if options.supervised:
                 stop_with_parent(stop)
             with private_state(config):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Self
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.settings.stream import StreamSettings
 
 _POLL_SECONDS = 0.02
 _START_SECONDS = 20.0
@@ -23,13 +23,15 @@ _ATTEMPTS = 3
 
 
 class EmbeddedBroker:
-    """Listens on a free port of loopback; ready when `start` returns. Its child dies with this process in any case.
+    """Listens on a port of loopback; ready when `start` returns. Its child dies with this process in any case.
 
     It answers a fetch with all that it has and ignores the limits of the request: it is for backlogs that fit into
     memory, and for those over 100 MB a reader needs a higher `receive.message.max.bytes`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
+        """Take the port; 0 is any that is free."""
+        self._port = port
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.bootstrap = ""
@@ -40,9 +42,14 @@ class EmbeddedBroker:
 
         Raises:
             SettingsError: the package that holds the broker is not installed.
-            BrokerError: it does not come up.
+            BrokerError: it does not come up, or its port is in use.
         """
         binary = _binary()
+        if self._port and free_port(self._port) != self._port:
+            raise BrokerError(
+                f"port {self._port} is in use: select another one by --port, or any free one by --port 0, "
+                "and set stream.bootstrap_servers to it"
+            )
         for attempt in range(_ATTEMPTS):
             try:
                 self._start_once(binary)
@@ -76,7 +83,7 @@ class EmbeddedBroker:
 
     def _start_once(self, binary: Path) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="anabranch-broker-"))
-        port = free_port()
+        port = self._port or free_port()
         self.bootstrap = f"127.0.0.1:{port}"
         command = [str(binary), "start", "--only", "kafka", "--kafka-port", str(port)]
         command += ["--data-dir", str(self._folder / "data")]
@@ -92,7 +99,7 @@ class EmbeddedBroker:
 
     def _wait_until_ready(self, port: int) -> None:
         # Imported here so that the command line starts without a Kafka client.
-        from ingest.kafka.producer import partition_counts
+        from anabranch.ingest.kafka.producer import partition_counts
 
         assert self._process is not None
         assert self._folder is not None

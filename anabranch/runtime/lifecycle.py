@@ -15,7 +15,6 @@ from types import FrameType
 from anabranch.core.die_with_parent import when_stdin_ends
 from anabranch.core.errors import AnabranchError, DependencyError
 from anabranch.core.logs import printable
-from anabranch.runtime.package_check import refuse_intruders
 
 _POLL_SECONDS = 0.1
 
@@ -47,7 +46,6 @@ def exit_code(error: AnabranchError) -> Exit:
 
 def run(main: Callable[[], Exit | None]) -> Exit:
     """Run `main`, print an error of ours as one sentence on stderr, and return the exit code (None is DONE)."""
-    refuse_intruders()
     try:
         return main() or Exit.DONE
     except AnabranchError as exc:

@@ -17,9 +17,9 @@ from anabranch.core.temporary_files import temporary_folder
 from anabranch.runtime.child_process import Part
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import Supervisor
-from serving.http.listening_socket import UNTIL_GONE, address_of, check_tls, listen_patiently
-from serving.reporting.report import STOPPED, ServingReport, write_report
-from serving.reporting.worker_pool import COUNTS_VARIABLE, WorkerPool
+from anabranch.serving.http.listening_socket import UNTIL_GONE, address_of, listen_patiently, load_certificate
+from anabranch.serving.reporting.report import STOPPED, ServingReport, write_report
+from anabranch.serving.reporting.worker_pool import COUNTS_VARIABLE, WorkerPool
 
 _POLL_SECONDS = 0.05
 _REPORT_EVERY = timedelta(seconds=1)
@@ -37,7 +37,7 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
         DependencyError: the state directory cannot be written for now.
     """
     settings = config.pipeline.serving
-    check_tls(settings.tls, config.folder)  # each worker would find out by itself, seconds later
+    load_certificate(settings.tls, config.folder)  # each worker would find out by itself, seconds later
     with state_errors(f"state_dir: cannot write to {config.state_dir}"):
         config.state_dir.mkdir(parents=True, exist_ok=True)
     with (
@@ -64,7 +64,7 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
 
 
 def _part(config: Config, pool: WorkerPool, number: int, descriptor: int) -> Part:
-    command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised", *log_arguments())
+    command = (sys.executable, "-P", "-m", "anabranch.serving", *config.arguments(), "--supervised", *log_arguments())
     options = ("--worker", str(number), "--pool", str(pool.folder), "--listener", str(descriptor))
     return Part(
         f"serving worker {number}",

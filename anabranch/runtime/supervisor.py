@@ -24,6 +24,8 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.failures import away_is_dependency
 from anabranch.core.files import number_of
 from anabranch.core.logs import log_arguments
+from anabranch.learner.device.visible_devices import visible_devices
+from anabranch.learner.status.report import REPORT as LEARNER_REPORT
 from anabranch.runtime.child_environment import without_admin_token
 from anabranch.runtime.child_process import (
     Part,
@@ -37,10 +39,8 @@ from anabranch.runtime.child_process import (
     spawn,
 )
 from anabranch.runtime.lifecycle import Exit
-from learner.model.visible_devices import visible_devices
-from learner.state_dir.report import REPORT as LEARNER_REPORT
-from serving.config import check_versions_from
-from serving.reporting.report import REPORT as SERVING_REPORT
+from anabranch.serving.reporting.report import REPORT as SERVING_REPORT
+from anabranch.serving.settings import check_versions_from
 
 _POLL_SECONDS = 0.1
 _BEYOND_STOP_TIMEOUT = timedelta(seconds=5)
@@ -279,9 +279,9 @@ def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) 
             'set serving.versions_from = "state_dir", or start learner and serving with a state_dir for each'
         )
     # The path is made absolute because a part may not be started from the same folder.
-    arguments = ("-c", str(config.path), "--supervised", *log_arguments())
+    arguments = (*config.arguments(), "--supervised", *log_arguments())
     learner_timeout = pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
-    learner = (sys.executable, "-P", "-m", "learner", *arguments)
+    learner = (sys.executable, "-P", "-m", "anabranch.learner", *arguments)
     has_run_before = _has_versions(config.state_dir)
     return [
         Part(
@@ -298,7 +298,7 @@ def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) 
         ),
         Part(
             "serving",
-            (sys.executable, "-P", "-m", "serving", *arguments),
+            (sys.executable, "-P", "-m", "anabranch.serving", *arguments),
             config.state_dir / SERVING_REPORT,
             visible_devices("serving.device", pipeline.serving.device, environment),
             stop_timeout=pipeline.serving.drain + learner_timeout,

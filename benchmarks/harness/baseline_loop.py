@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from time import perf_counter, process_time
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import models
-from learner.config import OptimizerSettings
-from learner.training.optimizers import build_optimizer
+from anabranch.learner.settings.learner import OptimizerSettings
+from anabranch.learner.train.optimizers import build_optimizer
+from benchmarks.harness import commands, models
 
 _POOL_ROWS = 20_000
 """More rows than the CPU caches hold, as in a stream and a store."""
@@ -58,8 +58,7 @@ class BaselineLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ours.close()
-        self._process.join()
+        commands.end(self._ours, self._process)
 
     def turn(self, seconds: float) -> float:
         """Train for `seconds`, and return the steps a second."""
@@ -75,14 +74,10 @@ def _serve(loop: Loop, connection: Connection) -> None:
         os.sched_setaffinity(0, loop.cores)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # as the learner does: else the loop is half as fast once units are dead
-    step = _steps(loop)
+    step = plain_steps(loop.model, loop.optimizer, loop.batch_size)
     step()
     connection.send("ready")
-    while True:
-        try:
-            seconds = connection.recv()
-        except EOFError:
-            return
+    for seconds in commands.received(connection):
         begin, busy, steps = perf_counter(), process_time(), 0
         while perf_counter() - begin < seconds:
             step()
@@ -90,20 +85,22 @@ def _serve(loop: Loop, connection: Connection) -> None:
         connection.send((steps, perf_counter() - begin, process_time() - busy))
 
 
-def _steps(loop: Loop) -> Callable[[], None]:
-    """Return a function that takes one step on as many old events as new ones, from memory."""
+def plain_steps(
+    described: Mapping[str, Any], optimizer_settings: Mapping[str, Any], batch_size: int, features: int = 784
+) -> Callable[[], None]:
+    """Return a function that takes one step on as many old events as new ones, from memory; for the rest see `Loop`."""
     torch.manual_seed(0)
-    model: nn.Module = getattr(models, loop.model["factory"])(**loop.model["args"]).train()
-    optimizer = build_optimizer(OptimizerSettings.model_validate(loop.optimizer), model.parameters())
-    x, y = torch.rand(_POOL_ROWS, 784), torch.randint(0, 10, (_POOL_ROWS,))
+    model: nn.Module = getattr(models, described["factory"])(**described["args"]).train()
+    optimizer = build_optimizer(OptimizerSettings.model_validate(optimizer_settings), model.parameters())
+    x, y = torch.rand(_POOL_ROWS, features), torch.randint(0, 10, (_POOL_ROWS,))
     generator, begin_next = np.random.default_rng(0), 0
 
     def step() -> None:
         nonlocal begin_next
         begin = begin_next
-        begin_next = (begin_next + loop.batch_size) % (_POOL_ROWS - loop.batch_size)
-        new = slice(begin, begin + loop.batch_size)
-        old: Tensor = torch.from_numpy(generator.integers(0, _POOL_ROWS, loop.batch_size))
+        begin_next = (begin_next + batch_size) % (_POOL_ROWS - batch_size)
+        new = slice(begin, begin + batch_size)
+        old: Tensor = torch.from_numpy(generator.integers(0, _POOL_ROWS, batch_size))
         features, label = torch.cat([x[new], x[old]]), torch.cat([y[new], y[old]])
         optimizer.zero_grad(set_to_none=True)
         functional.cross_entropy(model(features), label).backward()  # type: ignore[no-untyped-call]

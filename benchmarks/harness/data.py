@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+from anabranch.ingest.events.block import Array
 from benchmarks.harness.flights import flights_arrays
 from benchmarks.harness.strangers import hour_arrays, table_arrays, watch_arrays
-from ingest.events.block import Array
 
 Arrays = dict[str, Array]
 

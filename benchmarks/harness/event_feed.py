@@ -9,10 +9,10 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import TracebackType
 
+from anabranch.ingest.kafka.producer import EventProducer
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.learner.status.report import read_report
 from benchmarks.harness.pipeline import Stream
-from ingest.config import StreamSettings
-from ingest.kafka.producer import EventProducer
-from learner.state_dir.report import read_report
 
 _AHEAD_ROWS = 8_000
 _POLL_SECONDS = 0.02

@@ -6,11 +6,11 @@ Legend: N events, F floats of an event.
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.config import SchemaSettings
-from ingest.events.block import Array, BlockLayout
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from replay.row_layout import RowLayout
+from anabranch.ingest.events.block import Array, BlockLayout
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.replay.row_layout import RowLayout
 
 PARTITIONS = [TopicPartition("events", 0)]
 CLASSES = 10

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from ingest.events.block import Array
+from anabranch.ingest.events.block import Array
 
 _WEATHER = ("temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")
 _MISSING = -1.0

@@ -21,28 +21,26 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks.harness.gpu_models import CLASSES, Workload
-from ingest.config import StreamSettings
-from ingest.events.block import Array, Block, BlockLayout, Coverage, Outcome
-from ingest.events.partition import TopicPartition
-from ingest.reader.cursors import Partition
-from ingest.reader.reader import BlockReader
-from learner.build import LearnerSpec
-from learner.config import (
+from anabranch.ingest.events.block import Array, Block, BlockLayout, Coverage, Outcome
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.learner.assembly import learn
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.factory import build_on_device
+from anabranch.learner.settings.learner import (
     CheckpointSettings,
     DeviceSharingSettings,
-    GateSettings,
     LearnerSettings,
     VersionsSettings,
 )
-from learner.device_sharing.sharing import DeviceSharingSpec
-from learner.model.device import choose_precision
-from learner.model.factory import build_on_device
-from learner.run import learn
-from learner.training.optimizers import build_optimizer
-from replay.config import ReplaySettings
-from replay.row_layout import RowLayout
-from replay.tiers.memory import MemoryTier
+from anabranch.learner.settings.pipeline import PipelineSettings, ServedSettings
+from anabranch.learner.train.optimizers import build_optimizer
+from anabranch.replay.row_layout import RowLayout
+from anabranch.replay.settings import ReplaySettings
+from anabranch.replay.tiers.memory import MemoryTier
+from benchmarks.harness.gpu_models import CLASSES, Workload
 
 NAME = "gpu"
 SLO = timedelta(milliseconds=20)
@@ -62,7 +60,7 @@ class Saving:
     checkpoint: float = 3600.0
 
 
-def spec_of(workload: Workload, state_dir: Path, device: str, saving: Saving, policy: str) -> LearnerSpec:
+def spec_of(workload: Workload, state_dir: Path, device: str, saving: Saving, policy: str) -> PipelineSettings:
     """Return the settings of the learner: the defaults, but for what the workload names."""
     row_bytes = RowLayout(workload.schema.payload()).row_bytes
     learner = {
@@ -73,23 +71,20 @@ def spec_of(workload: Workload, state_dir: Path, device: str, saving: Saving, po
         "max_delay": "1s",
     }
     replay = {"capacity": workload.stored, "device_bytes": int(_ROOM * workload.stored * row_bytes) + 1_000_000}
-    sharing = DeviceSharingSettings.model_validate({"policy": policy})
-    return LearnerSpec(
+    spec = PipelineSettings(
         name=NAME,
+        state_dir=state_dir,
         stream=StreamSettings(topics=("events",)),
-        events=workload.events,
+        schema=workload.events,
         model=workload.model,
         learner=LearnerSettings.model_validate(learner),
         replay=ReplaySettings.model_validate(replay),
         versions=VersionsSettings(publish_every=timedelta(seconds=saving.publish)),
         checkpoints=CheckpointSettings(every=timedelta(seconds=saving.checkpoint)),
-        gate=GateSettings(),
-        seed=0,
-        folder=ROOT,
-        state_dir=state_dir,
-        read_token="",
-        device_sharing=DeviceSharingSpec(sharing, SLO, timedelta(seconds=10)),
+        device_sharing=DeviceSharingSettings.model_validate({"policy": policy}),
+        serving=ServedSettings(slo=SLO),
     )
+    return spec.below(ROOT)
 
 
 def pool_of(workload: Workload, rows: int) -> dict[str, Array]:

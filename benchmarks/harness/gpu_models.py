@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import ModelSettings
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.settings.model import ModelSettings
 
 CLASSES = 10
 _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
@@ -72,9 +72,14 @@ class Bottleneck(nn.Module):
         super().__init__()
         after = _EXPANSION * width
         self.body = nn.Sequential(
-            *(nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
-            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
-            *(nn.Conv2d(width, after, 1, bias=False), nn.BatchNorm2d(after)),
+            nn.Conv2d(before, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, after, 1, bias=False),
+            nn.BatchNorm2d(after),
         )
         same = stride == 1 and before == after
         self.shortcut = nn.Identity() if same else nn.Conv2d(before, after, 1, stride, bias=False)

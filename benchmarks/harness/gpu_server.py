@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from anabranch.learner.device.lease import hold_server
+from anabranch.learner.model.factory import build_model
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
+from anabranch.serving.inference.batcher import Batcher
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import ServedVersion
+from anabranch.serving.rollout.hot_swap import VersionSwapper
+from anabranch.serving.settings import ServingSettings
 from benchmarks.harness.gpu_learner import NAME, ROOT, SLO
 from benchmarks.harness.gpu_models import Workload
-from learner.device_sharing.lease import hold_server
-from learner.model.factory import build_model
-from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
-from serving.config import ServingSettings
-from serving.inference.batcher import Batcher
-from serving.metrics import ServingMetrics
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion
-from serving.rollout.hot_swap import VersionSwapper
 
 _PATIENCE_SECONDS = 600.0
 _FIRST_SECONDS = 300.0

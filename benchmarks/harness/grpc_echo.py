@@ -9,8 +9,8 @@ import sys
 import grpc
 import numpy as np
 
-from serving.grpc.messages import MESSAGES, SERVICE
-from serving.protocol.tensors import write_binary
+from anabranch.serving.grpc.messages import MESSAGES, SERVICE
+from anabranch.serving.protocol.tensors import write_binary
 
 _CLASSES = 10
 

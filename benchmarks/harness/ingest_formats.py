@@ -10,17 +10,17 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.kafka.client import Client, Messages
+from anabranch.ingest.kafka.producer import EventProducer
+from anabranch.ingest.kafka.registry import CLIENTS
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.worker.block_builder import BlockBuilder, Incoming
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.pipeline import Stream, make_topic
 from benchmarks.harness.registered_messages import FOUR, WIDE, builder, messages
 from benchmarks.harness.results import Results, Target
-from ingest.config import StreamSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.kafka.client import Client, Messages
-from ingest.kafka.producer import EventProducer
-from ingest.kafka.registry import CLIENTS
-from ingest.worker.block_builder import BlockBuilder, Incoming
 
 KINDS = {"": (FOUR, 500_000), "_wide": (WIDE, 200_000)}
 """Events, and the least number of them a second, by the part of a key that names them."""

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.kafka.producer import EventProducer
+from anabranch.learner.status.report import LearnerReport
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.pipeline import (
     LearnerProcess,
@@ -24,9 +27,6 @@ from benchmarks.harness.pipeline import (
 from benchmarks.harness.results import Form, Results
 from benchmarks.harness.server import ServingProcess
 from benchmarks.harness.serving_freshness import AskedStream
-from ingest.events.block import Array
-from ingest.kafka.producer import EventProducer
-from learner.state_dir.report import LearnerReport
 
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 _LABEL = np.dtype([("y", "<i8"), ("id", "<i8")])

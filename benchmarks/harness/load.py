@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness import commands
+
 _MOST_CONNECTIONS = 256
 _PATIENCE_SECONDS = 10.0
 _LEAD_SECONDS = 0.05
@@ -70,8 +72,7 @@ class Load:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ours.close()
-        self._process.join()
+        commands.end(self._ours, self._process)
 
     def flood(self, clients: int, seconds: float) -> Answers:
         """Send for `seconds` from `clients` connections, each of which sends again after its answer."""
@@ -100,11 +101,7 @@ def _serve(connection: Connection, address: tuple[str, int], message: bytes, cor
     if cores is not None:
         os.sched_setaffinity(0, cores)
     client = _Client(address, message)
-    while True:
-        try:
-            arrivals = connection.recv()
-        except EOFError:
-            return
+    for arrivals in commands.received(connection):
         connection.send(client.flood(*arrivals) if isinstance(arrivals, tuple) else client.turn(arrivals))
 
 

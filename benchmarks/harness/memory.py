@@ -8,9 +8,10 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from anabranch.replay.metrics import StoreFigures
+from anabranch.testing.stores import plan_ahead
 from benchmarks.harness.events import Events
 from benchmarks.harness.stores import fill, open_store
-from replay.fake import plan_ahead
 
 _FLOATS = 2
 """Events are small, so that spare slots and the allocator's rounding are small compared with the index."""
@@ -52,7 +53,7 @@ def _measure(rows: int, folder: Path | None, admission: str) -> tuple[float, flo
         kept = resident()
         give_back()
         after = resident()
-        return (after - before - store.bytes["device"]) / len(store), (kept - after) / len(store)
+        return (after - before - StoreFigures.of(store).bytes["device"]) / len(store), (kept - after) / len(store)
 
 
 def give_back() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from anabranch.ingest.events.block import Array
 from benchmarks.harness.pipeline import BrokenRunError, Outcome
-from ingest.events.block import Array
 
 EVENTS = 12_000
 """Of each stream, or fewer."""
@@ -71,15 +71,16 @@ def bursts(train: Images, test: Images, seed: int) -> MemoryStream:
     """Each image from 5 to 500 times with other noise, most of them seldom; the mean accuracy over digits."""
     generator, (x, y) = np.random.default_rng(seed), train
     lengths = np.minimum(5 / (1 - generator.random(EVENTS)), _LONGEST_BURST).astype(np.int64)
-    order = np.repeat(generator.permutation(len(y))[:EVENTS], lengths)[:EVENTS]
-    noise = generator.normal(0, 12, (EVENTS, 784)) * (x[order] > 0)
+    images = generator.permutation(len(y))[:EVENTS]
+    order = np.repeat(images, lengths[: len(images)])[:EVENTS]
+    noise = generator.normal(0, 12, (len(order), 784)) * (x[order] > 0)
     return _images(np.clip(x[order] + noise, 0, 255).astype(np.uint8), y[order], test)
 
 
 def recurring(train: Images, test: Images, seed: int) -> MemoryStream:
     """Images rotated by a quarter more after each 1,000, three times around; the mean accuracy over rotations."""
     x, y = _some(train, seed, EVENTS)
-    turns = np.arange(EVENTS) // _REGIME_EVENTS % _REGIMES
+    turns = np.arange(len(y)) // _REGIME_EVENTS % _REGIMES
     for turn in range(_REGIMES):
         x[turns == turn] = _rotated(x[turns == turn], turn)
     all_turns = np.concatenate([_rotated(test[0], turn) for turn in range(_REGIMES)])
@@ -89,8 +90,9 @@ def recurring(train: Images, test: Images, seed: int) -> MemoryStream:
 def label_noise(train: Images, test: Images, seed: int) -> MemoryStream:
     """As `class_incremental`, with three of ten labels replaced by a random one."""
     clean, generator = class_incremental(train, test, seed), np.random.default_rng(seed + 100)
-    wrong = generator.random(EVENTS) < _WRONG_FRACTION
-    label = np.where(wrong, generator.integers(0, 10, EVENTS), clean.label)
+    events = len(clean.label)
+    wrong = generator.random(events) < _WRONG_FRACTION
+    label = np.where(wrong, generator.integers(0, 10, events), clean.label)
     return MemoryStream(clean.columns, label, clean.classes, clean.model, clean.score)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.ingest.events.block import Array
 from benchmarks.harness.events import Events
-from ingest.events.block import Array
 
 _CHUNK = 4096
 Sample = Callable[[], object]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -19,21 +20,23 @@ import psutil
 import torch
 from torch import nn
 
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.rows import row_dtype
+from anabranch.ingest.kafka.producer import EventProducer, create_topics
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.factory import build_on_device, make_task
+from anabranch.learner.model.growing.pool import grow
+from anabranch.learner.model.trained_set import load_trained
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.status.report import LearnerReport, read_report
+from anabranch.learner.strategies.registry import build_strategy
+from anabranch.learner.versions.format import Versions
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
 from benchmarks.harness import models
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.events.block import Array
-from ingest.events.schema import Schema
-from ingest.formats.rows import row_dtype
-from ingest.kafka.producer import EventProducer, create_topics
-from learner.config import LearnerSettings, ModelSettings
-from learner.model.factory import build_on_device, make_task
-from learner.model.growing.parts import grow
-from learner.model.trained_set import load_trained
-from learner.state_dir.bases import bases_in
-from learner.state_dir.report import LearnerReport, read_report
-from learner.state_dir.version import Versions
-from learner.strategies.registry import build_strategy
 
 _MESSAGE_BYTES = 200_000
 _PATIENCE_SECONDS = 1800.0
@@ -62,12 +65,13 @@ class Outcome:
     Attributes:
         report: the learner's report with an outcome for each event.
         model: of the last version, for evaluation.
-        seconds: from the first reported step to the last, without the start of the process.
+        steps_per_second: between the first report that has a step and the last, so without the start of the process;
+            nan where a single report has all of them.
     """
 
     report: LearnerReport
     model: nn.Module
-    seconds: float
+    steps_per_second: float
 
 
 @contextlib.contextmanager
@@ -134,7 +138,7 @@ def messages(rows: np.ndarray[Any, Any]) -> Iterator[bytes]:
 
 
 class LearnerProcess:
-    """`python -m learner` (or `program`) on a pipeline file written into a folder; killed when the context ends.
+    """`python -m anabranch.learner` (or `program`) on a pipeline file in a folder; killed when the context ends.
 
     torch has one thread. The learner ends when its stdin does, so that it never outlives the benchmark.
     """
@@ -144,7 +148,7 @@ class LearnerProcess:
         folder: Path,
         document: Mapping[str, Any],
         cores: set[int] | None = None,
-        program: Sequence[str] = ("-m", "learner"),
+        program: Sequence[str] = ("-m", "anabranch.learner"),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(models.__file__, folder / f"{_CODE}.py")
@@ -247,7 +251,9 @@ def run_through(stream: Stream, folder: Path, document: Mapping[str, Any]) -> Ou
     last = read_report(learner.state_dir)
     if last is None or last.outcomes["trained"] + last.outcomes["held_out"] != stream.rows:
         raise BrokenRunError(f"not all of {stream.rows} events were trained: {last and last.outcomes}")
-    return Outcome(last, published(learner.state_dir, document, folder), report.time - first.time)
+    seconds = report.time - first.time
+    rate = (report.steps - first.steps) / seconds if seconds > 0 else math.nan
+    return Outcome(last, published(learner.state_dir, document, folder), rate)
 
 
 def pipeline(stream: Stream, model: Mapping[str, Any], seed: int, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +311,5 @@ def extended_model(document: Mapping[str, Any], folder: Path) -> nn.Module:
     strategy = LearnerSettings.model_validate(document.get("learner", {})).strategy
     module = build_on_device(settings, folder, torch.device("cpu"))
     schema = Schema(SchemaSettings.model_validate(document["schema"]))
-    build_strategy(strategy, settings, make_task(settings.task, folder)).extend(
-        module, settings, schema, torch.device("cpu")
-    )
-    return module
+    context = ModelContext(torch.device("cpu"), schema, settings.embedding)
+    return build_strategy(strategy, settings, make_task(settings.task, folder)).convert(module, context)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.rows import row_dtype
+from anabranch.ingest.kafka.producer import EventProducer, create_topics
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.learner.status.report import LearnerReport, read_report
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
 from benchmarks.harness.interleave import interleave
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.events.schema import Schema
-from ingest.formats.rows import row_dtype
-from ingest.kafka.producer import EventProducer, create_topics
-from learner.state_dir.report import LearnerReport, read_report
 
 EVEN, UNEVEN = (50,) * 8, (90,) * 4 + (10,) * 4
 """Events of each partition's messages: eight equal partitions, and eight of which half have nine times as many."""
@@ -110,7 +110,7 @@ def _learner(config: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A learner that ends with the benchmark: it stops when its stdin is closed."""
     with (config.parent / "learner.log").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "learner", "-c", str(config), "--supervised"],
+            [sys.executable, "-m", "anabranch.learner", "-c", str(config), "--supervised"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -11,13 +11,13 @@ import fastavro
 import numpy as np
 from google.protobuf.message_factory import GetMessageClass
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.schema import Schema
-from ingest.formats.protobuf_schema.descriptors import message_type
-from ingest.registry_settings import REGISTRY_FORMATS, RegistrySettings
-from ingest.schema_registry.cache import WriterSchemas
-from ingest.schema_registry.writer_schema import SchemaKind, WriterSchema
-from ingest.worker.block_builder import BlockBuilder
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.protobuf_schema.descriptors import message_type
+from anabranch.ingest.schema_registry.cache import WriterSchemas
+from anabranch.ingest.schema_registry.writer_schema import SchemaKind, WriterSchema
+from anabranch.ingest.settings.registry import REGISTRY_FORMATS, RegistrySettings
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.worker.block_builder import BlockBuilder
 
 _ID = 7
 _PREFIX = b"\0" + _ID.to_bytes(4)

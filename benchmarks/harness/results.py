@@ -1,14 +1,14 @@
-"""The figures of a benchmark: a line for each on the terminal, and JSON files.
+"""The figures of a benchmark: a line for each on the terminal, and JSON.
 
 Each benchmark takes `--quick` or `--smoke`, `--only PART ...`, `--json FILE` and `--save [DIR]`. `--json` writes flat
-keys. `--save` adds a file to `benchmarks/results/`, or DIR: `<benchmark>/<date>-<machine>.json`, with `-quick` before
-the suffix for the quick form, and a number if such a file exists. `tools/draw_benchmarks.py` reads them. A file has:
+keys. `--save` appends a line to `benchmarks/results/<benchmark>.jsonl`, or to the same file in DIR.
+`tools/draw_benchmarks.py` reads these files. A line is an object with:
 
     benchmark   the script's name
     time        UTC, ISO 8601
     revision    of git, with a `+` where files differ from it; null outside a checkout
     parameters  `form` (`quick` or `long`), and the options of the command line
-    machine     `name`, as in the file's name, `cpu`, `cores`, `gpu` (null: none), `system`, `python`, `torch`, `kafka`
+    machine     `name`, `cpu`, `cores`, `gpu` (null: none), `system`, `python`, `torch`, `kafka`
     facts       values that are not figures, such as the load before a part
     figures     a list of `key`, `value`, `unit`, `least` and `most` of one round, `target`, `met` and `remark`;
                 null for those that a figure does not have
@@ -97,7 +97,8 @@ class Results:
         self._figures: list[Figure] = []
         if hasattr(os, "getloadavg"):
             self.fact("load_at_start", os.getloadavg()[0])
-        self._saved: Path | None = None
+        self._saved: int | None = None
+        """The number of the line that `write` appended."""
 
     def title(self, text: str) -> None:
         """Print the title of a part."""
@@ -136,17 +137,18 @@ class Results:
         self._flat[key] = self._facts[key] = value
 
     def write(self, options: argparse.Namespace) -> None:
-        """Write the files of the command line; another call replaces them."""
+        """Write the files of the command line; another call replaces what this run wrote."""
         if options.json is not None:
             described = {"python": platform.python_version(), "machine": platform.platform()}
             options.json.write_text(json.dumps(described | self._flat, indent=2) + "\n")
         if options.save is not None:
-            document = self.document(options)
-            if self._saved is None:
-                self._saved = free_path(options.save / self._benchmark, document)
-            self._saved.parent.mkdir(parents=True, exist_ok=True)
-            self._saved.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-            print(f"\nsaved as {self._saved}")
+            path = options.save / f"{self._benchmark}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+            self._saved = len(lines) if self._saved is None else self._saved
+            lines[self._saved : self._saved + 1] = [json.dumps(self.document(options), allow_nan=False) + "\n"]
+            path.write_text("".join(lines), encoding="utf-8")
+            print(f"\nsaved in {path}")
 
     def document(self, options: argparse.Namespace) -> dict[str, Any]:
         """Return what `--save` writes."""
@@ -180,17 +182,8 @@ def options(
         nargs="?",
         const=FOLDER,
         metavar="DIR",
-        help="add a file of the figures, the machine and the revision there, by default to benchmarks/results",
+        help="append the figures, the machine and the revision to a file there, by default in benchmarks/results",
     )
-
-
-def free_path(folder: Path, document: dict[str, Any]) -> Path:
-    """Return where in a folder a document is saved: no other one of the same day and machine is replaced."""
-    form = "-quick" if document["parameters"]["form"] == "quick" else ""
-    stem, number = f"{document['time'][:10]}-{document['machine']['name']}{form}", 1
-    while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.json").exists():
-        number += 1
-    return path
 
 
 def machine() -> dict[str, Any]:

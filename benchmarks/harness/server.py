@@ -1,4 +1,4 @@
-"""`python -m serving` on the pipeline file of a running learner."""
+"""`python -m anabranch.serving` on the pipeline file of a running learner."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from types import TracebackType
 import numpy as np
 import psutil
 
+from anabranch.serving.reporting.report import ServingReport, read_report
 from benchmarks.harness.pipeline import BrokenRunError
-from serving.reporting.report import ServingReport, read_report
 
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.05
@@ -30,7 +30,7 @@ class ServingProcess:
         folder: Path,
         cores: set[int] | None = None,
         variables: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("-m", "serving"),
+        program: Sequence[str] = ("-m", "anabranch.serving"),
     ) -> None:
         self._state_dir = folder / "var"
         self._log = folder / "serving.log"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.state_dir.safetensors_file import pieces_of
 from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.serving_swaps import size, under_load
 from benchmarks.harness.version_publisher import VersionPublisher
-from learner.state_dir.bases import bases_in
-from learner.state_dir.safetensors_file import pieces_of
 
 TARGETS = {
     "base_swap_failed": Target(0),

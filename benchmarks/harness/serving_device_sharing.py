@@ -17,26 +17,71 @@ begin with `convnet_`; the quick form leaves it out.
 """
 
 import contextlib
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
+from benchmarks.harness import commands
 from benchmarks.harness.cores import split
 from benchmarks.harness.event_feed import EventFeed
 from benchmarks.harness.interleave import Spread, ratio
 from benchmarks.harness.load import Answers, Load
 from benchmarks.harness.pipeline import LearnerProcess, Stream, make_topic, messages, packed, pipeline, schema_of
 from benchmarks.harness.results import Form, Results, Target
-from benchmarks.harness.scheduling_latency import SchedulingLatency
 from benchmarks.harness.server import ServingProcess, binary_request
+
+_SHORTEST, _LONGEST = 0.001, 0.005
+
+
+class SchedulingLatency:
+    """A process that sleeps for random times and records how late it wakes; it ends with the context."""
+
+    def __init__(self, cores: set[int] | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, cores), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> "SchedulingLatency":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        commands.end(self._ours, self._process)
+
+    def turn(self, seconds: float) -> NDArray[np.float64]:
+        """Sleep and wake for `seconds`; return how late each wake-up was, in seconds, float64."""
+        self._ours.send(seconds)
+        late: NDArray[np.float64] = self._ours.recv()
+        return late
+
+
+def _serve(connection: Connection, cores: set[int] | None) -> None:
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    generator = np.random.default_rng(0)
+    for seconds in commands.received(connection):
+        late, end = [], time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            due = time.perf_counter() + float(generator.uniform(_SHORTEST, _LONGEST))
+            time.sleep(max(0.0, due - time.perf_counter()))
+            late.append(time.perf_counter() - due)
+        connection.send(np.array(late))
+
 
 _TARGETS = {
     "p99_training_over_alone": Target(1.10),

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 
 from anabranch.core.object_store.bucket import Bucket
+from anabranch.learner.object_storage.bucket_storage import BucketStorage
+from anabranch.learner.object_storage.lease import Lease
+from anabranch.learner.versions.format import Versions
 from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.server import ServingProcess
 from benchmarks.harness.version_publisher import VersionPublisher
-from learner.object_storage.bucket_storage import BucketStorage
-from learner.object_storage.lease import Lease
-from learner.state_dir.version import Versions
 
 TARGETS = {
     "fleet_folder_committed_to_served_p99_seconds": Target(1.0),
@@ -64,7 +64,7 @@ def _committed_to_served(root: Path, store: _Store, versions: int) -> list[float
     published = VersionPublisher(learner, MLP, 784, {"versions_from": "storage"})
     bucket = Bucket(store.url, store.options)
     lease = Lease(bucket, timedelta(seconds=20), "benchmark")
-    lease.take(0)
+    lease.acquire(0)
     with lease:
         storage = BucketStorage(bucket, "versions", learner / "fetched", lease)
         published.versions = Versions(learner / "var" / "versions", storage)

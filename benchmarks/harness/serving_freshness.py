@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from anabranch.ingest.kafka.producer import EventProducer
 from benchmarks.harness.pipeline import LearnerProcess, Stream, make_topic, packed, pipeline, schema_of
 from benchmarks.harness.results import Form, Results, Target
 from benchmarks.harness.server import ServingProcess
-from ingest.kafka.producer import EventProducer
 
 TARGETS = {"freshness_p99_seconds": Target(1.0)}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from anabranch.serving.reporting.report import ServingReport, read_report
 from benchmarks.harness.cores import split
 from benchmarks.harness.interleave import Spread, interleave
 from benchmarks.harness.results import ROOT, Form, Results, Target
 from benchmarks.harness.server import ServingProcess
 from benchmarks.harness.version_publisher import NAME, VersionPublisher
-from serving.reporting.report import ServingReport, read_report
 
 TARGETS = {"grpc_p50_over_http": Target(1.0), "grpc_p99_over_http": Target(1.0)}
 _MLP = {"factory": "mlp", "args": {"widths": [784, 100, 100, 10]}}

@@ -47,7 +47,7 @@ def measure(results: Results, form: Form, bootstrap: str) -> None:  # noqa: ARG0
     there = [name for name in PEERS if importlib.util.find_spec(name) is not None]
     for name, package in PEERS.items():
         if name not in there:
-            results.remark(f"{name} is left out: pip install '{package}', or the extra peers")
+            results.remark(f"{name} is left out: pip install '{package}', or the dependency group peers")
     if not there:
         return
     with tempfile.TemporaryDirectory(dir=".", prefix="peer-") as folder, contextlib.ExitStack() as stack:

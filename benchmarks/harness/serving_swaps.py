@@ -23,6 +23,7 @@ from types import TracebackType
 import psutil
 import torch
 
+from benchmarks.harness import commands
 from benchmarks.harness.cores import split
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.load import Answers, Load
@@ -79,8 +80,7 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ours.close()
-        self._process.join()
+        commands.end(self._ours, self._process)
 
     def begin(self, swaps: int, *, served: bool = True) -> None:
         """Start publishing `swaps` versions, each when it is due and the last one is served; or as much work without
@@ -107,11 +107,7 @@ def _publish(
     memory = psutil.Process(server).memory_info
     connection.send(None)
     polls = 1
-    while True:
-        try:
-            swaps, served = connection.recv()
-        except EOFError:
-            return
+    for swaps, served in commands.received(connection):
         done = Swaps([], [])
         due = time.monotonic()
         for _ in range(swaps):

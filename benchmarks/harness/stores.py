@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from anabranch.replay.background_store import BackgroundStore
+from anabranch.replay.build import build_store
+from anabranch.replay.settings import ReplaySettings
+from anabranch.replay.store import Store
+from anabranch.replay.tiers.disk import DiskTier
+from anabranch.testing.stores import add_now
 from benchmarks.harness.events import PARTITIONS, Events
-from replay.background_store import BackgroundStore
-from replay.build import build_store
-from replay.config import ReplaySettings
-from replay.fake import add_now
-from replay.store import Store
-from replay.tiers.disk import DiskTier
 
 _HOST = torch.device("cpu")
 _ROOM = 1.2

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from ingest.events.block import Array
+from anabranch.ingest.events.block import Array
 
 EVENTS = 110_000
 """Of each stream, or fewer."""

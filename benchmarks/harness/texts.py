@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from anabranch.ingest.events.tokenizer import TokenizerEncoder
+from anabranch.ingest.settings.features import TokenizerFile
 from benchmarks.harness import data
 from benchmarks.harness.pipeline import Stream, send
-from ingest.events.tokenizer import TokenizerEncoder
-from ingest.feature_settings import TokenizerFile
 
 CLASSES = list(data.TEXT_SOURCES)
 LENGTH = 64

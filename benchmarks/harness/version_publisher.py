@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.growing.pool import Pool, pool_of
+from anabranch.learner.model.trained_set import trained_state, write_base
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
 from benchmarks.harness import models
 from benchmarks.harness.pipeline import extended_model, toml
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import ModelSettings
-from learner.model.base_file import write_base
-from learner.model.growing.parts import Pool, pool_of
-from learner.model.trained_set import trained_state
-from learner.state_dir.bases import bases_in
-from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
 
 NAME = "bench"
 _KEPT = 5

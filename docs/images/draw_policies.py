@@ -16,11 +16,11 @@ from datetime import timedelta
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.policies import ADMISSIONS, SAMPLERS, AdmissionContext, SamplerContext
-from replay.reservoir.admission import Candidates
-from replay.reservoir.event_table import FIELDS, EventTable, records_of
-from replay.reservoir.quotas import Quotas
-from replay.snapshot import ENTRY
+from anabranch.replay.policies import ADMISSIONS, SAMPLERS, AdmissionContext, SamplerContext
+from anabranch.replay.reservoir.admission import Candidates
+from anabranch.replay.reservoir.event_table import FIELDS, EventTable, records_of
+from anabranch.replay.reservoir.quotas import Quotas
+from anabranch.replay.snapshot import ENTRY
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -103,16 +103,14 @@ class Map:
 
     def __init__(self, stream: Events, held: Events, new_Q: Floats) -> None:
         self._held = held.at
+        self.indexed = np.ones(len(held), np.bool_)
+        """All are found."""
         self._centres = _centres(stream.at)
         self._batches = itertools.cycle(np.array_split(new_Q, len(new_Q) // 2))
 
     def clusters(self, slots: NDArray[np.int32]) -> NDArray[np.int16]:
         """Return the cluster of each event held; 0 is that of those whose cluster is not known."""
         return self.cluster_of(self._held[slots]) + np.int16(1)
-
-    def indexed(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """All are found."""
-        return np.ones(len(slots), np.bool_)
 
     def cluster_of(self, at: Floats) -> NDArray[np.int16]:
         """Return the nearest centre of each point."""

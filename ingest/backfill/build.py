@@ -1,9 +1,9 @@
 """Builds the history of the settings, for which pyarrow is needed."""
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.history_rows import HistorySource
-from ingest.config import StreamSettings
-from ingest.events.schema import Schema
+from anabranch.ingest.backfill.history_rows import HistorySource
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import StreamSettings
 
 
 def history_of(stream: StreamSettings, schema: Schema, seed: int) -> HistorySource | None:
@@ -12,8 +12,8 @@ def history_of(stream: StreamSettings, schema: Schema, seed: int) -> HistorySour
         return None
     try:
         # Imported here since it is an extra.
-        from ingest.backfill.history import FileHistory
-        from ingest.backfill.kafka_history import KafkaHistory
+        from anabranch.ingest.backfill.history import FileHistory
+        from anabranch.ingest.backfill.kafka_history import KafkaHistory
     except ImportError as exc:
         raise SettingsError("[stream.backfill] needs pyarrow: pip install 'anabranch[arrow]'") from exc
     if stream.backfill.identity is not None:

@@ -15,10 +15,10 @@ import msgspec
 from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill_settings import BackfillSettings
-from ingest.errors import HistoryAwayError
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint
+from anabranch.ingest.errors import HistoryAwayError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint
+from anabranch.ingest.settings.backfill import BackfillSettings
 
 DISORDER = timedelta(minutes=5)
 """Records of a topic may be so much later than others before them: producers send again for two minutes by default."""
@@ -168,7 +168,7 @@ def store_of(name: str, settings: BackfillSettings) -> FileStore:
         return LocalFiles()
     try:
         # Imported here since it is an extra.
-        from ingest.backfill.object_store import object_store
+        from anabranch.ingest.backfill.object_store import object_store
     except ImportError as exc:
         raise SettingsError(f"stream.backfill.files: {name} needs obstore: pip install 'anabranch[storage]'") from exc
     parts = urlsplit(name)

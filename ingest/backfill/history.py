@@ -4,29 +4,63 @@ The list of files is made once. Then the positions and marks of their partitions
 process that starts after this one was killed.
 """
 
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.files import DISORDER, FileMark, Switch
-from ingest.backfill.history_rows import HistoryRows
-from ingest.backfill.open_files import RowFiles
-from ingest.backfill.read_ahead import ReadAhead
-from ingest.backfill.row_tables import FileRows, RowTables, Seek
-from ingest.backfill.shuffle import shuffled
-from ingest.backfill_settings import BackfillSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Fingerprint, PartitionFingerprint, Position
-from ingest.events.schema import Schema
-from ingest.transport.protocol import HistoryProgress
+from anabranch.ingest.backfill.files import DISORDER, FileMark, Switch
+from anabranch.ingest.backfill.history_rows import HistoryRows
+from anabranch.ingest.backfill.open_files import RowFiles
+from anabranch.ingest.backfill.read_ahead import ReadAhead
+from anabranch.ingest.backfill.row_tables import FileRows, RowTables, Seek
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Fingerprint, PartitionFingerprint, Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.backfill import BackfillSettings
+from anabranch.ingest.transport.protocol import HistoryProgress
 
 log = logging.getLogger(__name__)
+
+
+def shuffled(tables: Iterator[FileRows], window: int, seed: int, file: str) -> Iterator[FileRows]:
+    """Yield tables of `window` rows, the last of fewer, each with its rows in an order of the seed.
+
+    `tables` are consecutive, and begin at a multiple of `window` rows.
+    """
+    parts: list[Any] = []
+    first: FileRows | None = None
+    for table, row, hint in tables:
+        begin = 0
+        while begin < table.num_rows:
+            first = first or FileRows(None, row + begin, hint)
+            taken = min(table.num_rows - begin, window - sum(part.num_rows for part in parts))
+            parts.append(table.slice(begin, taken))
+            begin += taken
+            if sum(part.num_rows for part in parts) == window:
+                yield first._replace(table=_permuted(parts, first.row, seed, file))
+                parts, first = [], None
+    if first is not None:
+        yield first._replace(table=_permuted(parts, first.row, seed, file))
+
+
+def _permuted(parts: list[Any], first: int, seed: int, file: str) -> Any:
+    table = pa.concat_tables(parts)
+    return table.take(pa.array(order_of(table.num_rows, seed, file, first)))
+
+
+def order_of(rows: int, seed: int, file: str, first: int) -> NDArray[np.int64]:
+    """Return the order of a window's rows, int64 `[rows]`; `first` is the window's first row in the file."""
+    digest = hashlib.blake2b(f"{seed} {file} {first}".encode(), digest_size=16).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little")).permutation(rows)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.backfill.files import Switch
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Fingerprint, PartitionFingerprint, Position
-from ingest.formats.base import Decoded
-from ingest.transport.protocol import HistoryProgress
+from anabranch.ingest.backfill.files import Switch
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Fingerprint, PartitionFingerprint, Position
+from anabranch.ingest.formats.base import Decoded
+from anabranch.ingest.transport.protocol import HistoryProgress
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from ingest.backfill.row_tables import CHUNK_ROWS, Decoder, FileRows, RowTables, Seek
-from ingest.backfill.text_files import BYTE_ORDER_MARK, other_than_lines, start_of, unpacked
-from ingest.events.schema import Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined, seconds_of
-from ingest.formats.json import JsonFormat
-from ingest.formats.json_text import decoded
+from anabranch.ingest.backfill.row_tables import CHUNK_ROWS, Decoder, FileRows, RowTables, Seek
+from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_than_lines, start_of, unpacked
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined, seconds_of
+from anabranch.ingest.formats.json import JsonFormat
+from anabranch.ingest.formats.json_text import decoded
 
 LINE = "line"
 """The only column of the tables: the bytes of a line."""

@@ -18,17 +18,17 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.files import FileMark, Switch
-from ingest.backfill.history import marks_of
-from ingest.backfill.history_rows import HistoryRows
-from ingest.backfill.kafka_index import KafkaIndex, RowGroup
-from ingest.backfill.open_files import RowFiles
-from ingest.backfill.read_ahead import ReadAhead
-from ingest.config import StreamSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.events.schema import Schema
-from ingest.transport.protocol import HistoryProgress
+from anabranch.ingest.backfill.files import FileMark, Switch
+from anabranch.ingest.backfill.history import marks_of
+from anabranch.ingest.backfill.history_rows import HistoryRows
+from anabranch.ingest.backfill.kafka_index import KafkaIndex, RowGroup
+from anabranch.ingest.backfill.open_files import RowFiles
+from anabranch.ingest.backfill.read_ahead import ReadAhead
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.transport.protocol import HistoryProgress
 
 _MOST_OVERLAPPING = 64
 """Row groups whose offsets are merged at once: their rows are in memory."""

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.files import FileMark
-from ingest.backfill.open_files import RowFiles
-from ingest.backfill.parquet_file import ParquetRows
-from ingest.backfill_settings import KafkaColumns
-from ingest.events.partition import TopicPartition
+from anabranch.ingest.backfill.files import FileMark
+from anabranch.ingest.backfill.open_files import RowFiles
+from anabranch.ingest.backfill.parquet_file import ParquetRows
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.settings.backfill import KafkaColumns
 
 _AT_ONCE = 8
 

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from anabranch.core.failures import PanicError, panics_are_errors
 from anabranch.core.object_store.client import open_store
-from ingest.backfill.files import FileMark, FileStore, tag_of
-from ingest.errors import HistoryAwayError, HistoryError
+from anabranch.ingest.backfill.files import FileMark, FileStore, tag_of
+from anabranch.ingest.errors import HistoryAwayError, HistoryError
 
 _WILD = "*?["
 

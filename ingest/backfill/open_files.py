@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.files import FileMark, FileStore, listed, store_of
-from ingest.backfill.jsonl_file import LINE, JsonlRows, LineDecoder
-from ingest.backfill.parquet_file import ParquetRows
-from ingest.backfill.row_decoder import RowDecoder
-from ingest.backfill.row_tables import CHUNK_BYTES, CHUNK_ROWS, Decoder, RowTables
-from ingest.backfill_settings import BackfillSettings, FileFormat
-from ingest.errors import HistoryAwayError, HistoryError
-from ingest.events.block import BlockLayout
-from ingest.events.schema import Schema
+from anabranch.ingest.backfill.files import FileMark, FileStore, listed, store_of
+from anabranch.ingest.backfill.jsonl_file import LINE, JsonlRows, LineDecoder
+from anabranch.ingest.backfill.parquet_file import ParquetRows
+from anabranch.ingest.backfill.row_decoder import RowDecoder
+from anabranch.ingest.backfill.row_tables import CHUNK_BYTES, CHUNK_ROWS, Decoder, RowTables
+from anabranch.ingest.errors import HistoryAwayError, HistoryError
+from anabranch.ingest.events.block import BlockLayout
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.backfill import BackfillSettings, FileFormat
 
 _AT_ONCE = 16
 """Files that are opened at once when all are listed."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pyarrow import types
 from typing_extensions import override
 
-from ingest.backfill.row_tables import FileRows, RowTables, Seek
+from anabranch.ingest.backfill.row_tables import FileRows, RowTables, Seek
 
 _BUFFER_BYTES = 1 << 20
 """Bytes of a column that are read at once: without it, all of a row group's columns are in memory."""
@@ -44,10 +44,13 @@ class ParquetRows(RowTables):
     """An open Parquet file."""
 
     def __init__(self, file: BinaryIO, chunk_rows: int) -> None:
-        """Read the footer; raises ArrowInvalid or OSError. Tables have at most `chunk_rows` rows."""
+        """Read the footer; raises ArrowInvalid, ValueError or OSError. Tables have at most `chunk_rows` rows."""
         self._chunk_rows = chunk_rows
         self._file = pq.ParquetFile(file, buffer_size=_BUFFER_BYTES)
         self._schema = pa.schema([_without_views(column) for column in self._file.schema_arrow])
+        twice = next((name for name in self._schema.names if self._schema.names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two columns are named {twice!r}")
         self._texts = [name for name in self._schema.names if _has_texts(self._schema.field(name).type)]
         leaves = [self._file.schema.column(index).path for index in range(self._file.metadata.num_columns)]
         self._coded = pq.ParquetFile(

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from pyarrow import types
 from typing_extensions import override
 
-from ingest.backfill.row_tables import Decoder
-from ingest.events.block import Array, BlockLayout
-from ingest.events.schema import Schema
-from ingest.formats.arrow_columns import ArrowField, Faults, columns_of, fields_of, sizes_of
-from ingest.formats.base import Decoded, Reject, reject_unusable_numbers
+from anabranch.ingest.backfill.row_tables import Decoder
+from anabranch.ingest.events.block import Array, BlockLayout
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.arrow_columns import ArrowField, Faults, columns_of, fields_of, sizes_of
+from anabranch.ingest.formats.base import Decoded, Reject, reject_unusable_numbers
 
 _PER_MS = {"us": 1_000, "ns": 1_000_000}
 

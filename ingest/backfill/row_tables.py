@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.failures import panics_are_errors
-from ingest.events.schema import Schema
-from ingest.events.tokenizer import UnencodableError
-from ingest.formats.base import Decoded, Reject, joined, nothing
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.events.tokenizer import UnencodableError
+from anabranch.ingest.formats.base import Decoded, Reject, joined, nothing
 
 CHUNK_ROWS = 32_768
 """Most rows that are decoded together: calls of numpy cost little then."""

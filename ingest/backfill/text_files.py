@@ -10,7 +10,7 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from ingest.formats.json_text import decoded
+from anabranch.ingest.formats.json_text import decoded
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"

@@ -13,8 +13,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.position import Fingerprint
-from ingest.events.schema import Schema
+from anabranch.ingest.events.position import Fingerprint
+from anabranch.ingest.events.schema import Schema
 
 Array = NDArray[np.generic]
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.tokenizer import TokenizerEncoder
-from ingest.feature_settings import Encoding, HashBuckets, LearnedVocabulary, TokenizerFile, Vocabulary
+from anabranch.ingest.events.tokenizer import TokenizerEncoder
+from anabranch.ingest.settings.features import Encoding, HashBuckets, LearnedVocabulary, TokenizerFile, Vocabulary
 
 
 class Encoder(Protocol):

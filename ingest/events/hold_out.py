@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.config import HoldOut
-from ingest.events.block import Array
-from ingest.events.identity import identity_hash, keyed_hash
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.identity import identity_hash, keyed_hash
+from anabranch.ingest.settings.stream import HoldOut
 
 
 def held_out(hold_out: HoldOut, columns: Mapping[str, Array], base: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -6,7 +6,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.partition import TopicPartition
+from anabranch.ingest.events.partition import TopicPartition
 
 _Words = NDArray[np.uint64]
 

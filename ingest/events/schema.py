@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import SettingsError
-from ingest.config import LabelSettings, SchemaSettings
-from ingest.events.encoders import Encoder, encoder_of
-from ingest.feature_settings import FeatureSettings
-from ingest.label_stream_settings import LabelStreamSettings
+from anabranch.ingest.events.encoders import Encoder, encoder_of
+from anabranch.ingest.settings.features import FeatureSettings
+from anabranch.ingest.settings.labels import LabelStreamSettings
+from anabranch.ingest.settings.stream import LabelSettings, SchemaSettings
 
 
 @dataclass(frozen=True)

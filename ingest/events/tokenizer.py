@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import DamagedError, panics_are_errors
 from anabranch.core.files import read_file
-from ingest.feature_settings import TokenizerFile
+from anabranch.ingest.settings.features import TokenizerFile
 
 MOST_FILE_BYTES = 64 * 2**20
 """A larger file is refused: that of a vocabulary of 256,000 tokens has half of it."""

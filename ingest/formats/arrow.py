@@ -6,7 +6,7 @@ and offsets, indices and text before anything is read through them, since a mess
 Legend: M messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,23 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import ipc, types
 
-from ingest.events.block import BlockLayout
-from ingest.events.schema import Schema
-from ingest.formats.arrow_columns import Faults, columns_of, fields_of, sizes_of
-from ingest.formats.arrow_ipc import UnfitError, claims
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, Reject, joined, nothing, reject_unusable_numbers
-from ingest.formats.other_formats import not_binary
+from anabranch.ingest.events.block import BlockLayout
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.arrow_columns import Faults, columns_of, fields_of, sizes_of
+from anabranch.ingest.formats.arrow_ipc import UnfitError, claims
+from anabranch.ingest.formats.arrow_writer import pack_batch
+from anabranch.ingest.formats.base import (
+    WHOLE_MESSAGE,
+    Decoded,
+    Format,
+    Headers,
+    Reject,
+    joined,
+    nothing,
+    reject_unusable_numbers,
+)
+from anabranch.ingest.formats.other_formats import not_binary
+from anabranch.ingest.settings.formats import FORMATS
 
 _UNREADABLE = (UnfitError, pa.ArrowException, ValueError, OSError, MemoryError)
 """Errors that pyarrow raises for a bad message."""
@@ -37,11 +48,13 @@ class _Plan:
     has_unknown: bool
 
 
-class ArrowFormat:
+class ArrowFormat(Format):
     """Decodes Arrow IPC streams. Columns that the schema does not know are ignored, and their messages counted."""
 
+    kind = FORMATS["arrow"]
+
     def __init__(self, schema: Schema) -> None:
-        self._schema = schema
+        super().__init__(schema)
         self._fields = tuple(fields_of(schema))
         self._row_bytes = BlockLayout(schema).row_bytes()
 
@@ -67,8 +80,12 @@ class ArrowFormat:
             groups.setdefault(start, []).extend((index, batch) for batch in batches)
         parts = [self._decode_group(group) for group in groups.values()]
         return reject_unusable_numbers(
-            joined([replace(nothing(self._schema, rejects), unknown_fields=unknown), *parts]), self._schema
+            joined([replace(nothing(self.schema, rejects), unknown_fields=unknown), *parts]), self.schema
         )
+
+    def pack(self, events: Sequence[Mapping[str, Any]]) -> bytes:
+        """Return a message of one record batch; raises SettingsError when a value does not fit."""
+        return pack_batch(self.schema, events)
 
     def _start_of_fair_size(self, value: bytes) -> bytes:
         """Return the part of a message that holds its Arrow schema, or raise if it would need too much memory."""
@@ -112,7 +129,7 @@ class ArrowFormat:
         faults = Faults(len(message))
         names = [field.name for field in self._fields if field.name in table.column_names]
         arrays = {name: table.column(name).combine_chunks() for name in names}
-        columns = columns_of(self._schema, self._fields, arrays, faults)
+        columns = columns_of(self.schema, self._fields, arrays, faults)
         return faults.remove_from(Decoded(message, row, columns, ()))
 
 

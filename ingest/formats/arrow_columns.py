@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import types
 
-from ingest.events.block import Array
-from ingest.events.encoders import hash_texts
-from ingest.events.schema import IGNORED, Feature, Label, Schema
-from ingest.formats.base import Decoded, Reject
-from ingest.formats.label_lists import column_of_counts, ids_of_classes
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.schema import IGNORED, Feature, Label, Schema
+from anabranch.ingest.formats.base import Decoded, Reject
+from anabranch.ingest.formats.label_lists import column_of_counts, ids_of_classes
 
 Mask = NDArray[np.bool_]
 Leaf = Callable[[Any], tuple[Array, Mask]]

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 
 from anabranch.core.errors import SettingsError
-from ingest.events.schema import Schema
+from anabranch.ingest.events.schema import Schema
 
 
 def pack_batch(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:

@@ -4,13 +4,13 @@ Where pyruhvro and pyarrow are installed and the schema suits them, records beco
 one after the other.
 """
 
-from ingest.events.schema import Schema
-from ingest.formats.avro_records.aliases import renamed
-from ingest.formats.avro_records.fields import names_of, read_fields
-from ingest.formats.avro_records.rows import AvroRowsDecoder
-from ingest.formats.avro_records.schema import parse_avro
-from ingest.formats.base import RecordDecoder
-from ingest.schema_registry.writer_schema import WriterSchema
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.avro_records.aliases import renamed
+from anabranch.ingest.formats.avro_records.fields import names_of, read_fields
+from anabranch.ingest.formats.avro_records.rows import AvroRowsDecoder
+from anabranch.ingest.formats.avro_records.schema import parse_avro
+from anabranch.ingest.formats.base import RecordDecoder
+from anabranch.ingest.schema_registry.writer_schema import WriterSchema
 
 
 def make_decoder(writer: WriterSchema, schema: Schema) -> RecordDecoder:
@@ -23,7 +23,7 @@ def make_decoder(writer: WriterSchema, schema: Schema) -> RecordDecoder:
     reading = read_fields(schema, record)
     try:
         # Imported here since they are of the extra `fast`.
-        from ingest.formats.avro_records.columns import AvroColumnsDecoder, suits_columns
+        from anabranch.ingest.formats.avro_records.columns import AvroColumnsDecoder, suits_columns
     except ImportError:
         return AvroRowsDecoder(reading)
     return AvroColumnsDecoder(reading) if suits_columns(reading) else AvroRowsDecoder(reading)

@@ -6,13 +6,14 @@ Legend: M messages in, N usable events out.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import Array, BlockLayout
-from ingest.events.schema import IGNORED, TIMES, Schema, allowed, no_times, outside
+from anabranch.ingest.events.block import Array, BlockLayout
+from anabranch.ingest.events.schema import IGNORED, TIMES, Schema, allowed, no_times, outside
+from anabranch.ingest.settings.formats import FormatKind
 
 WHOLE_MESSAGE = -1
 Headers = Sequence[tuple[str, bytes]]
@@ -92,12 +93,29 @@ def joined(parts: Sequence[Decoded]) -> Decoded:
     return Decoded(message[order], row[order], columns, rejects, unknown, deferred, heavy)
 
 
-class Format(Protocol):
-    """Decodes batches of messages. A bad message raises nothing: it becomes a reject."""
+class Format:
+    """Decodes batches of messages. A bad message raises nothing: it becomes a reject.
+
+    `stream.format` builds a class of the user with the schema, and the arguments in `stream.format_args`.
+    """
+
+    kind: ClassVar[FormatKind] = FormatKind()
+    """Its entry of the catalog `ingest.settings.formats.FORMATS`."""
+
+    def __init__(self, schema: Schema) -> None:
+        """Raises SettingsError when messages cannot hold the schema."""
+        self.schema = schema
 
     def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:
         """Decode M message values; `headers` are those of each message, empty if no message has any."""
-        ...
+        raise NotImplementedError
+
+    def pack(self, events: Sequence[Mapping[str, Any]]) -> bytes:
+        """Return a message of events, each with the fields of the schema that it has; of one if not `kind.several`.
+
+        Only for formats with `kind.writes`. Raises SettingsError when a value does not fit.
+        """
+        raise NotImplementedError
 
 
 class RecordDecoder(Protocol):

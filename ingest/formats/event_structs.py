@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from ingest.events.block import Array
-from ingest.events.encoders import hash_texts
-from ingest.events.schema import IGNORED, Feature, Label, Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
-from ingest.formats.label_lists import column_of_lists, without_repeats
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.schema import IGNORED, Feature, Label, Schema
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
+from anabranch.ingest.formats.label_lists import column_of_lists, without_repeats
 
 T = TypeVar("T")
 

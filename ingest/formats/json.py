@@ -3,24 +3,30 @@
 Each message is parsed by itself: joined ones could be parsed faster, but two malformed messages can join to good ones.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from ingest.events.schema import Schema
-from ingest.formats import json_text
-from ingest.formats.base import Decoded, Headers, seconds_of
-from ingest.formats.event_structs import StructDecoder, event_type
-from ingest.formats.other_formats import other_format
+from anabranch.core.errors import SettingsError
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats import json_text
+from anabranch.ingest.formats.base import Decoded, Format, Headers, seconds_of
+from anabranch.ingest.formats.event_structs import StructDecoder, event_type
+from anabranch.ingest.formats.other_formats import other_format
+from anabranch.ingest.settings.formats import FORMATS
 
 
-class JsonFormat:
+class JsonFormat(Format):
     """Decodes JSON objects. Fields that the schema does not know are ignored, and their messages counted."""
 
+    kind = FORMATS["json"]
+
     def __init__(self, schema: Schema) -> None:
+        super().__init__(schema)
         exact, lenient = (
             msgspec.json.Decoder(event_type(schema, forbid_unknown=each, in_json=True)).decode for each in (True, False)
         )
@@ -42,6 +48,14 @@ class JsonFormat:
             for reject, what in zip(decoded.rejects, whats, strict=True)
         ]
         return replace(decoded, rejects=rejects)
+
+    def pack(self, events: Sequence[Mapping[str, Any]]) -> bytes:
+        """Return the object of the one event."""
+        (event,) = events
+        for name, value in event.items():
+            if isinstance(value, float) and math.isinf(value):  # JSON has no infinity; NaN is written as null
+                raise SettingsError(f"{name} is {value}")
+        return msgspec.json.encode(event)
 
 
 def _timed(parse: Callable[[bytes], Any], name: str | None) -> Callable[[bytes], Any]:

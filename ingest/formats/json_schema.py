@@ -15,12 +15,12 @@ import jsonschema_rs
 import msgspec
 import numpy as np
 
-from ingest.events.schema import Schema
-from ingest.formats import json_text
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, RecordDecoder, Reject
-from ingest.formats.event_structs import StructDecoder, event_type
-from ingest.formats.json_schema_bounds import most_steps
-from ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats import json_text
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, RecordDecoder, Reject
+from anabranch.ingest.formats.event_structs import StructDecoder, event_type
+from anabranch.ingest.formats.json_schema_bounds import most_steps
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
 
 _MOST_STEPS = 10_000
 """Steps back that a pattern may take: milliseconds."""

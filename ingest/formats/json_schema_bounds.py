@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
 
-from ingest.schema_registry.writer_schema import UnfitSchemaError
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError
 
 _MOST_NODES = 20_000
 """Subschemas, each counted where it is referred to; as many as an Avro schema may have types."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import Array
-from ingest.events.schema import IGNORED, Label
-from ingest.formats.base import Decoded
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.schema import IGNORED, Label
+from anabranch.ingest.formats.base import Decoded
 
 
 def ids_of_classes(label: Label) -> dict[Any, int]:

@@ -1,11 +1,11 @@
 """The format `protobuf`: records of one message type, decoded in columns by ptars, or one by one without it."""
 
-from ingest.events.schema import Schema
-from ingest.formats.base import RecordDecoder
-from ingest.formats.protobuf_schema.descriptors import message_type
-from ingest.formats.protobuf_schema.fields import read_type
-from ingest.formats.protobuf_schema.records import ProtobufRecords
-from ingest.schema_registry.writer_schema import WriterSchema
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import RecordDecoder
+from anabranch.ingest.formats.protobuf_schema.descriptors import message_type
+from anabranch.ingest.formats.protobuf_schema.fields import read_type
+from anabranch.ingest.formats.protobuf_schema.records import ProtobufRecords
+from anabranch.ingest.schema_registry.writer_schema import WriterSchema
 
 
 def make_decoder(writer: WriterSchema, schema: Schema, indexes: tuple[int, ...] = (0,)) -> RecordDecoder:
@@ -18,7 +18,7 @@ def make_decoder(writer: WriterSchema, schema: Schema, indexes: tuple[int, ...] 
     one_by_one = ProtobufRecords(read, schema)
     try:
         # Imported here since ptars and pyarrow are extras.
-        from ingest.formats.protobuf_schema.columns import ProtobufColumns
+        from anabranch.ingest.formats.protobuf_schema.columns import ProtobufColumns
     except ImportError:
         return one_by_one
     return ProtobufColumns(read, schema, one_by_one)

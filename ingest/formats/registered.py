@@ -13,15 +13,24 @@ from typing import NamedTuple
 import numpy as np
 
 from anabranch.core.failures import panics_are_errors
-from ingest.events.schema import Schema
-from ingest.formats.avro_records.aliases import aliases_in, fields_in
-from ingest.formats.avro_records.fields import names_of
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, RecordDecoder, Reject, joined, nothing
-from ingest.formats.other_formats import not_binary
-from ingest.schema_registry.cache import SchemaId, WriterSchemas
-from ingest.schema_registry.message_ids import FIRST_MESSAGE, HEADER, SchemaIdError, locate
-from ingest.schema_registry.sized_cache import SizedCache
-from ingest.schema_registry.writer_schema import SchemaKind, UnfitSchemaError, WriterSchema
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.avro_records.aliases import aliases_in, fields_in
+from anabranch.ingest.formats.avro_records.fields import names_of
+from anabranch.ingest.formats.base import (
+    WHOLE_MESSAGE,
+    Decoded,
+    Format,
+    Headers,
+    RecordDecoder,
+    Reject,
+    joined,
+    nothing,
+)
+from anabranch.ingest.formats.other_formats import not_binary
+from anabranch.ingest.schema_registry.cache import SchemaId, WriterSchemas
+from anabranch.ingest.schema_registry.message_ids import FIRST_MESSAGE, HEADER, SchemaIdError, locate
+from anabranch.ingest.schema_registry.sized_cache import SizedCache
+from anabranch.ingest.schema_registry.writer_schema import SchemaKind, UnfitSchemaError, WriterSchema
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +53,7 @@ class _Group(NamedTuple):
     records: list[bytes]
 
 
-class RegisteredFormat:
+class RegisteredFormat(Format):
     """Decodes messages that name their writer schema; those whose schema cannot be fetched now are deferred."""
 
     def __init__(
@@ -57,7 +66,7 @@ class RegisteredFormat:
         is_of_subject: bool = True,
     ) -> None:
         """`is_of_subject`: the messages are those of `stream.registry.subject`, for which there may be a fallback."""
-        self._schema = schema
+        super().__init__(schema)
         self._fallback = is_of_subject and schemas.settings.fallback
         self._no_id = f"{_NO_ID}; {_WITH_FALLBACK}" if is_of_subject else _NO_ID
         self._kind = kind
@@ -91,7 +100,7 @@ class RegisteredFormat:
                 parts.append(decoder.decode(group.records).at(np.array(group.messages, np.int32)))
         if len(parts) == 1 and not rejects and not deferred:
             return parts[0]
-        return joined([nothing(self._schema, sorted(rejects), sorted(deferred)), *parts])
+        return joined([nothing(self.schema, sorted(rejects), sorted(deferred)), *parts])
 
     def _group(self, values: Sequence[bytes], headers: Sequence[Headers]) -> tuple[dict[_Writer, _Group], list[Reject]]:
         """Return the messages of each writer schema, and rejects for those without an id that can be read."""
@@ -161,7 +170,7 @@ class RegisteredFormat:
         """
         lacks = self._lacking.get(writer)
         if lacks is None:
-            lacks = not set(names_of(self._schema)) <= {field["name"] for field in fields_in(writer)}
+            lacks = not set(names_of(self.schema)) <= {field["name"] for field in fields_in(writer)}
             self._lacking.put(writer, lacks, writer.size + _DECODER_BYTES)
         if not lacks:
             return writer
@@ -181,7 +190,7 @@ class RegisteredFormat:
                     )
                     raise UnfitSchemaError(sentence)
                 with panics_are_errors():
-                    decoder = self._make_decoder(writer, self._schema, indexes)
+                    decoder = self._make_decoder(writer, self.schema, indexes)
             except UnfitSchemaError as exc:
                 decoder = str(exc)
             except MemoryError:

@@ -1,19 +1,20 @@
 """The message formats by name."""
 
-from collections.abc import Callable
 from typing import get_args
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
-from ingest.events.schema import Schema
-from ingest.formats.base import Format, RecordDecoder
-from ingest.formats.envelopes.cloud_events import CloudEventsFormat
-from ingest.formats.json import JsonFormat
-from ingest.formats.registered import MakeDecoder, RegisteredFormat
-from ingest.formats.rows import RowsFormat
-from ingest.schema_registry.cache import WriterSchemas
-from ingest.schema_registry.message_ids import FIRST_MESSAGE
-from ingest.schema_registry.writer_schema import SchemaKind, WriterSchema
+from anabranch.core.users_code import build
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import Format, RecordDecoder
+from anabranch.ingest.formats.envelopes.cloud_events import CloudEventsFormat
+from anabranch.ingest.formats.json import JsonFormat
+from anabranch.ingest.formats.registered import MakeDecoder, RegisteredFormat
+from anabranch.ingest.formats.rows import RowsFormat
+from anabranch.ingest.schema_registry.cache import WriterSchemas
+from anabranch.ingest.schema_registry.message_ids import FIRST_MESSAGE
+from anabranch.ingest.schema_registry.writer_schema import SchemaKind, WriterSchema
+from anabranch.ingest.settings.formats import FORMAT
+from anabranch.ingest.settings.stream import StreamSettings
 
 
 def make_format(
@@ -39,7 +40,24 @@ def _inner(stream: StreamSettings, schema: Schema, schemas: WriterSchemas | None
         if kind == stream.format:
             assert schemas is not None
             return RegisteredFormat(schema, kind, schemas, _decoders(kind), is_of_subject=is_of_subject)
-    return FORMATS[stream.format](schema)
+    format_: Format = build("stream.format", stream.format, format_class(stream.format), stream.format_args, schema)
+    return format_
+
+
+def format_class(name: str) -> type[Format]:
+    """Return the class of a format, by a name of `stream.format` that needs no registry.
+
+    Raises:
+        SettingsError: it needs an extra that is not installed.
+    """
+    if name == "arrow":
+        try:
+            # Imported here since it is an extra.
+            from anabranch.ingest.formats.arrow import ArrowFormat
+        except ImportError as exc:
+            raise SettingsError("stream.format = \"arrow\" needs pyarrow: pip install 'anabranch[arrow]'") from exc
+        return ArrowFormat
+    return {"json": JsonFormat, "rows": RowsFormat}.get(name) or FORMAT.find(name)
 
 
 def make_decoder(writer: WriterSchema, schema: Schema) -> RecordDecoder:
@@ -52,32 +70,19 @@ def make_decoder(writer: WriterSchema, schema: Schema) -> RecordDecoder:
     return _decoders(writer.kind)(writer, schema, FIRST_MESSAGE)
 
 
-def _arrow(schema: Schema) -> Format:
-    try:
-        # Imported here since it is an extra.
-        from ingest.formats.arrow import ArrowFormat
-    except ImportError as exc:
-        raise SettingsError("stream.format = \"arrow\" needs pyarrow: pip install 'anabranch[arrow]'") from exc
-    return ArrowFormat(schema)
-
-
 def _decoders(kind: SchemaKind) -> MakeDecoder:
     try:
         # Imported here since they are extras.
         if kind == "avro":
-            from ingest.formats.avro import make_decoder as make_avro_decoder
+            from anabranch.ingest.formats.avro import make_decoder as make_avro_decoder
 
             return lambda writer, schema, _: make_avro_decoder(writer, schema)
         if kind == "protobuf":
-            from ingest.formats.protobuf import make_decoder as make_protobuf_decoder
+            from anabranch.ingest.formats.protobuf import make_decoder as make_protobuf_decoder
 
             return make_protobuf_decoder
-        from ingest.formats.json_schema import make_decoder as make_json_schema_decoder
+        from anabranch.ingest.formats.json_schema import make_decoder as make_json_schema_decoder
 
         return lambda writer, schema, _: make_json_schema_decoder(writer, schema)
     except ImportError as exc:
         raise SettingsError(f"stream.format = \"{kind}\" needs a package: pip install 'anabranch[registry]'") from exc
-
-
-FORMATS: dict[str, Callable[[Schema], Format]] = {"json": JsonFormat, "rows": RowsFormat, "arrow": _arrow}
-"""The formats whose messages need nothing but `[schema]` to be read."""

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import SettingsError
-from ingest.events.block import Array
-from ingest.events.encoders import hash_texts
-from ingest.events.schema import IGNORED, Label, Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, Reject, reject_unusable_numbers
-from ingest.formats.label_lists import column_of_lists, ids_of_classes
-from ingest.formats.other_formats import not_binary
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.schema import IGNORED, Label, Schema
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Format, Headers, Reject, reject_unusable_numbers
+from anabranch.ingest.formats.label_lists import column_of_lists, ids_of_classes
+from anabranch.ingest.formats.other_formats import not_binary
+from anabranch.ingest.settings.formats import FORMATS
 
 _EXTRAS = {"key": "<i8", "time": "<f8", "weight": "<f4", "group": "<i8", "join": "<i8"}
 
@@ -92,11 +93,13 @@ def _positions(label: Label, classes: Any) -> NDArray[np.int64] | None:
     return column
 
 
-class RowsFormat:
+class RowsFormat(Format):
     """Decodes packed rows, all messages of a batch at once."""
 
+    kind = FORMATS["rows"]
+
     def __init__(self, schema: Schema) -> None:
-        self._schema = schema
+        super().__init__(schema)
         self._dtype = row_dtype(schema)
 
     def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:  # noqa: ARG002
@@ -118,14 +121,18 @@ class RowsFormat:
         message = np.repeat(good, counts).astype(np.int32)
         index = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         decoded = Decoded(message, index.astype(np.int32), self._columns(rows), rejects)
-        if self._schema.label.multi:
-            raw = rows[self._schema.label.name]
+        if self.schema.label.multi:
+            raw = rows[self.schema.label.name]
             odd = ((raw != 0) & (raw != 1)).any(axis=1) & decoded.columns["labelled"].astype(np.bool_)
-            decoded = decoded.without(odd, f"{self._schema.label.name} is not 0 or 1 for each class")
-        return reject_unusable_numbers(decoded, self._schema)
+            decoded = decoded.without(odd, f"{self.schema.label.name} is not 0 or 1 for each class")
+        return reject_unusable_numbers(decoded, self.schema)
+
+    def pack(self, events: Sequence[Mapping[str, Any]]) -> bytes:
+        """Return a message with a row for each event; raises SettingsError when a value does not fit."""
+        return pack_rows(self.schema, events)
 
     def _columns(self, rows: NDArray[np.void]) -> dict[str, Array]:
-        schema, label = self._schema, self._schema.label
+        schema, label = self.schema, self.schema.label
         columns: dict[str, Array] = {
             f"feature.{feature.name}": rows[feature.name].astype(feature.dtype, copy=False)
             for feature in schema.features

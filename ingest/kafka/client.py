@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from ingest.events.partition import TopicPartition
-from ingest.kafka.dead_letters import DeadLetter
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.dead_letters import DeadLetter
 
 
 @dataclass(frozen=True)

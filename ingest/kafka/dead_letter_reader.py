@@ -8,9 +8,9 @@ from kafka import KafkaConsumer
 from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.kafka.kafka_python.connection import connect
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.kafka.kafka_python.connection import connect
+from anabranch.ingest.settings.stream import StreamSettings
 
 _POLL_MS = 500
 _EMPTY_POLLS = 20

@@ -4,7 +4,7 @@ import logging
 import socket
 from collections.abc import Iterable
 
-from ingest.errors import CredentialsError, GapError, RecreatedError
+from anabranch.ingest.errors import CredentialsError, GapError, RecreatedError
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from datetime import datetime, timedelta
 
 import numpy as np
 
-from ingest.errors import BrokerError
-from ingest.events.block import Array, BlockLayout
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.client import Lag, Messages
-from ingest.kafka.dead_letters import DeadLetter
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.events.block import Array, BlockLayout
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.client import Lag, Messages
+from anabranch.ingest.kafka.dead_letters import DeadLetter
 
 Columns = dict[str, Array]
 

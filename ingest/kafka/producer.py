@@ -11,10 +11,10 @@ from kafka import KafkaAdminClient, KafkaProducer
 from kafka import errors as kafka_errors
 
 from anabranch.core.errors import AnabranchError, SettingsError
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.kafka.kafka_python.connection import PATIENCE, connect, reason
-from ingest.kafka.kafka_python.null_headers import sendable
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.kafka.kafka_python.connection import PATIENCE, connect, reason
+from anabranch.ingest.kafka.kafka_python.null_headers import sendable
+from anabranch.ingest.settings.stream import StreamSettings
 
 _WAITING_BYTES = 32_000_000
 _UNKNOWN_TOPIC = kafka_errors.UnknownTopicOrPartitionError.errno

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
-from ingest.kafka.client import Client
+from anabranch.ingest.kafka.client import Client
+from anabranch.ingest.settings.stream import StreamSettings
 
 
 def _kafka_python(settings: StreamSettings) -> Client:
-    from ingest.kafka.kafka_python.client import KafkaPythonClient
+    from anabranch.ingest.kafka.kafka_python.client import KafkaPythonClient
 
     return KafkaPythonClient(settings)
 
 
 def _confluent(settings: StreamSettings) -> Client:
     try:
-        from ingest.kafka.confluent.client import ConfluentClient
+        from anabranch.ingest.kafka.confluent.client import ConfluentClient
     except ImportError as exc:
         raise SettingsError(
             "stream.client = \"confluent\" needs confluent-kafka: pip install 'anabranch[fast]'"

@@ -12,11 +12,11 @@ from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 from kafka.admin import ConfigResource, ConfigResourceType
 
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Messages
-from ingest.kafka.kafka_python.connection import connect, reason, undecodable
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.kafka.kafka_python.connection import connect, reason, undecodable
+from anabranch.ingest.settings.stream import StreamSettings
 
 _DENIED = kafka_errors.TopicAuthorizationFailedError.errno
 _STEPS_BACK = (1, 100, 10_000)

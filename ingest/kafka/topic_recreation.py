@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Fingerprint, PartitionFingerprint
-from ingest.kafka.client import Client, Messages
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Fingerprint, PartitionFingerprint
+from anabranch.ingest.kafka.client import Client, Messages
 
 _POLL = timedelta(milliseconds=50)
 _READ_SECONDS = 5.0

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Hashable
 
-from ingest.config import StreamSettings
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Messages
-from ingest.kafka_properties import DEFAULTS
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.settings.kafka_properties import DEFAULTS
+from anabranch.ingest.settings.stream import StreamSettings
 
 _INFLATED = 4
 """A compressed batch may hold this many times the bytes that are fetched at once."""

@@ -7,12 +7,12 @@ from datetime import timedelta
 import numpy as np
 from typing_extensions import override
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import Block
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.reader.cursors import Partition
-from ingest.reader.reader import BlockReader, SharedBlock
+from anabranch.ingest.events.block import Block
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.ingest.reader.reader import BlockReader, SharedBlock
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 
 
 class BoundedReader(BlockReader):

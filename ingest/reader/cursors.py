@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ingest.events.block import Block
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.transport.protocol import LagReport, PartitionsOpened
+from anabranch.ingest.events.block import Block
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.ingest.transport.protocol import LagReport, PartitionsOpened
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from anabranch.core.logs import log_arguments
-from ingest.child_environment import without_settings
-from ingest.config import StreamSettings
-from ingest.events.block import BlockLayout
-from ingest.transport.protocol import FromIngest, ToIngest, receive_in_learner, send
-from ingest.transport.shared_ring import SharedRing
+from anabranch.ingest.child_environment import without_settings
+from anabranch.ingest.events.block import BlockLayout
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.transport.protocol import FromIngest, ToIngest, receive_in_learner, send
+from anabranch.ingest.transport.shared_ring import SharedRing
 
-PROGRAM = ("-m", "ingest")
+PROGRAM = ("-m", "anabranch.ingest")
 """The arguments of Python that start the process."""
 
 log = logging.getLogger(__name__)

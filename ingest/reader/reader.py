@@ -8,23 +8,21 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
-from anabranch.core.tracing.spans import count_left_out
-from ingest import errors
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import BrokerError, HistoryError
-from ingest.events.block import Block, BlockLayout
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.events.schema import Schema
-from ingest.reader.cursors import CursorTable, Partition
-from ingest.reader.hang_detector import ANSWER_SECONDS, SILENT_SECONDS, HangDetector, Liveness
-from ingest.reader.ingest_process import PROGRAM, IngestProcess
-from ingest.reader.suspects import Suspects
-from ingest.transport.protocol import (
+from anabranch.ingest import errors
+from anabranch.ingest.errors import BrokerError, HistoryError
+from anabranch.ingest.events.block import Block, BlockLayout
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.reader.cursors import CursorTable, Partition
+from anabranch.ingest.reader.hang_detector import ANSWER_SECONDS, SILENT_SECONDS, HangDetector, Liveness
+from anabranch.ingest.reader.ingest_process import PROGRAM, IngestProcess
+from anabranch.ingest.reader.suspects import Suspects
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.transport.protocol import (
     BlockReady,
     Commit,
     Failed,
@@ -32,16 +30,15 @@ from ingest.transport.protocol import (
     HistoryProgress,
     LagReport,
     PartitionsOpened,
-    Pause,
     PausePartitions,
+    Ping,
     Release,
-    Resume,
     SkippedToEnd,
     SkipToEnd,
     Stop,
     begin,
 )
-from ingest.transport.shared_ring import SharedRing
+from anabranch.ingest.transport.shared_ring import SharedRing
 
 _OPEN_TIMEOUT = timedelta(minutes=1)
 _FIRST_BACKOFF = timedelta(seconds=0.2)
@@ -90,7 +87,6 @@ class BlockReader:
         """Which events are held out."""
         self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream, program)
         self._cursors = CursorTable()
-        self._paused = False
         self._held: frozenset[int] = frozenset()
         self._is_skipping = False
         self._opened = False
@@ -149,7 +145,7 @@ class BlockReader:
         patience = (timeout or _OPEN_TIMEOUT).total_seconds()
         deadline = time.monotonic() + patience
         while not self._opened and not (stop is not None and stop.is_set()):
-            if self.connection is None or time.monotonic() > deadline:
+            if self._process.connection is None or time.monotonic() > deadline:
                 raise BrokerError(f"ingest did not find the topics on {self._stream.bootstrap_servers} in time")
             if self._process.wait(0.2):
                 self.receive()
@@ -172,11 +168,6 @@ class BlockReader:
         """All partitions, in the order of the index that blocks carry; the same list until one of them changes."""
         return self._cursors.partitions
 
-    @property
-    def connection(self) -> Connection | None:
-        """Becomes readable when the process sends a message; None while there is no process."""
-        return self._process.connection
-
     def poll(self, timeout: timedelta) -> Block | None:
         """Return the next block, or None when none comes in time.
 
@@ -190,7 +181,7 @@ class BlockReader:
             if self.waits:
                 if (block := self._handle_next()) is not None:
                     return block
-            elif self.connection is None:
+            elif self._process.connection is None:
                 if time.monotonic() < self._restart_at:
                     time.sleep(max(0.0, min(left, self._restart_at - time.monotonic(), 0.05)))
                 else:
@@ -231,16 +222,6 @@ class BlockReader:
         if block.ring is self._process.ring:
             self._process.send(Release(block.slot))
 
-    def pause(self) -> None:
-        """Stop reading until `resume`; `poll` still returns blocks that were read before."""
-        self._paused = True
-        self._process.send(Pause())
-
-    def resume(self) -> None:
-        """Continue reading after `pause`."""
-        self._paused = False
-        self._process.send(Resume())
-
     def hold(self, partitions: frozenset[int]) -> None:
         """Do not read these partitions, by index, until another call names others; `poll` still returns blocks of them
         that were read before."""
@@ -268,7 +249,7 @@ class BlockReader:
         """Let the process read; start one unless one was started already."""
         if self._process.has_died:
             self._end_process(0)
-        if self.connection is None:
+        if self._process.connection is None:
             self.start()
         self._hang_detector.reset()
         assert self.hold_out is not None
@@ -285,8 +266,6 @@ class BlockReader:
                 refused=self._suspects.refused(self._cursors.positions),
             )
         )
-        if self._paused:
-            self._process.send(Pause())
         if self._held:
             self._process.send(PausePartitions(sorted(self._held)))
         if self._is_skipping:
@@ -307,7 +286,7 @@ class BlockReader:
         self._cursors.set_ends(report)
 
     def _ask_for_report(self) -> None:
-        self._process.send(Pause() if self._paused else Resume())  # changes nothing: any message is answered
+        self._process.send(Ping())
 
     def _check_for_hang(self) -> None:
         liveness = self._hang_detector.check()
@@ -330,7 +309,6 @@ class BlockReader:
                 ring = self._process.ring
                 assert ring is not None
                 block = SharedBlock(ring.views(slot, rows), coverage, slot, ring, contexts=contexts)
-                count_left_out("links", message.contexts_left_out)
                 self.unknown_fields += unknown_fields
                 self.overweight += message.overweight
                 self.tombstones.update(message.tombstones)

@@ -4,9 +4,9 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.transport.decoding_mark import OffsetRange
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.transport.decoding_mark import OffsetRange
 
 _MOST_DEATHS = 2
 """Processes that may end while they decode one message alone."""

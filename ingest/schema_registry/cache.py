@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import SettingsError
 from anabranch.core.job_thread import JobThread
-from ingest.config import StreamSettings
-from ingest.errors import MissingSchemaError, OversizedSchemaError, RegistryError
-from ingest.registry_settings import RegistrySettings
-from ingest.schema_registry.sized_cache import SizedCache
-from ingest.schema_registry.writer_schema import WriterSchema
+from anabranch.ingest.errors import MissingSchemaError, OversizedSchemaError, RegistryError
+from anabranch.ingest.schema_registry.sized_cache import SizedCache
+from anabranch.ingest.schema_registry.writer_schema import WriterSchema
+from anabranch.ingest.settings.registry import RegistrySettings
+from anabranch.ingest.settings.stream import StreamSettings
 
 if TYPE_CHECKING:
-    from ingest.schema_registry.client import RegistryClient
+    from anabranch.ingest.schema_registry.client import RegistryClient
 
 _LONGEST_WAIT_SECONDS = 2.0
 """How long a lookup waits for the registry, so that known ids soon go on."""
@@ -60,15 +60,15 @@ def writer_schemas(stream: StreamSettings, *, is_patient: bool = True) -> "Write
     `is_patient` is that of `WriterSchemas`.
 
     Raises:
-        SettingsError: httpx is not installed, or the file of authorities cannot be read.
+        SettingsError: requests is not installed, or the file of authorities cannot be read.
     """
     if stream.registry is None:
         return None
     try:
         # Imported here since it is an extra.
-        from ingest.schema_registry.client import RegistryClient
+        from anabranch.ingest.schema_registry.client import RegistryClient
     except ImportError as exc:
-        raise SettingsError("stream.registry needs httpx: pip install 'anabranch[registry]'") from exc
+        raise SettingsError("stream.registry needs requests: pip install 'anabranch[registry]'") from exc
     client = RegistryClient(stream.registry, are_serialized=stream.format == "protobuf")
     return WriterSchemas(stream.registry, client, is_patient=is_patient)
 

@@ -3,29 +3,28 @@
 Credentials are sent to the configured host alone: answers that redirect to another one are refused.
 """
 
-import contextlib
+import base64
 import json
-import logging
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urljoin, urlsplit
 
-import httpx
+import requests
 
+from anabranch.core.bounded_session import BoundedSession, LateAnswerError, LongAnswerError
 from anabranch.core.durations import format_duration
-from anabranch.core.errors import AnabranchError, SettingsError
-from anabranch.core.socket_deadline import SocketDeadline
-from ingest.errors import (
+from anabranch.core.errors import SettingsError
+from anabranch.ingest.errors import (
     MissingSchemaError,
     OversizedSchemaError,
     RegistryCertificateError,
     RegistryCredentialsError,
     RegistryError,
 )
-from ingest.registry_settings import RegistrySettings
-from ingest.schema_registry.writer_schema import Reference, SchemaKind, WriterSchema
+from anabranch.ingest.schema_registry.writer_schema import Reference, SchemaKind, WriterSchema
+from anabranch.ingest.settings.registry import RegistrySettings
 
 _MOST_BYTES = 4_000_000
 """Bytes of the longest answer that is read."""
@@ -54,23 +53,16 @@ class RegistryClient:
         self._settings = settings
         self._parameters = {"format": "serialized"} if are_serialized else {}
         self._seconds = settings.timeout.total_seconds()
-        self._deadline = SocketDeadline()
-        headers = {"Accept": "application/vnd.schemaregistry.v1+json, application/json", "Accept-Encoding": "identity"}
-        auth = None
-        if settings.token is not None:
-            headers["Authorization"] = f"Bearer {settings.token.get_secret_value()}"
-        elif settings.user is not None and settings.password is not None:
-            auth = httpx.BasicAuth(settings.user, settings.password.get_secret_value())
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
-        verify = _authorities(settings)
+        self._verify = _authorities(settings)
+        self._http = BoundedSession(_MOST_BYTES)
+        self._http.headers["Accept"] = "application/vnd.schemaregistry.v1+json, application/json"
+        self._http.auth = _authorization(settings)
         try:
-            # One connection: it is the one that the deadline watches.
-            limits = httpx.Limits(max_connections=1)
-            self._http = httpx.Client(auth=auth, headers=headers, timeout=self._seconds, verify=verify, limits=limits)
-        except (ImportError, ValueError, httpx.InvalidURL) as exc:
+            self._http.check_proxy(settings.url)
+        except ValueError as exc:
             raise SettingsError(
                 "the proxy of stream.registry cannot be used: HTTPS_PROXY, HTTP_PROXY and ALL_PROXY must be "
-                "http://host:port, or socks5://host:port after pip install 'httpx[socks]'"
+                "http://host:port, or socks5://host:port after pip install 'requests[socks]'"
             ) from exc
 
     def schema(self, schema_id: int | str) -> WriterSchema:
@@ -114,7 +106,6 @@ class RegistryClient:
     def close(self) -> None:
         """Disconnect."""
         self._http.close()
-        self._deadline.close()
 
     def _writer_schema(self, schema_id: int | str, answer: dict[str, Any]) -> WriterSchema:
         kind = _KINDS.get(str(answer.get("schemaType") or "AVRO"))
@@ -168,24 +159,23 @@ class RegistryClient:
     def _get(self, path: str, parameters: Mapping[str, str] | None = None, kind: type[Any] = dict) -> Any:
         """Return the JSON at a path, of the type `kind`."""
         try:
-            request = self._http.build_request(
-                "GET", f"{self._settings.url}{path}", params=parameters or None, extensions={"trace": self._watch}
-            )
-            with self._deadline.ends_within(self._seconds):
-                status, body = self._fetch(request, OversizedSchemaError if kind is dict else RegistryError)
-        except httpx.TimeoutException as exc:
-            raise self._unanswered() from exc
-        except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            if self._deadline.expired:
-                raise self._unanswered() from exc
-            refused = _certificate_error(exc)
-            if refused is not None:
-                sentence = f"the certificate of {self._named} is not trusted ({refused}): set stream.registry.ca"
+            status, body = self._fetch(f"{self._settings.url}{path}", parameters)
+        except LateAnswerError as exc:
+            within = format_duration(self._settings.timeout)
+            raise RegistryError(f"{self._named} does not answer within {within} (stream.registry.timeout)") from exc
+        except LongAnswerError as exc:
+            is_schema = kind is dict and exc.response is not None and exc.response.status_code == 200
+            error = OversizedSchemaError if is_schema else RegistryError
+            raise error(f"{self._named} answers with more than {_MOST_BYTES} bytes, which are not read") from exc
+        except (requests.RequestException, ValueError) as exc:
+            cause = _cause(exc)
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                why = cause.verify_message
+                sentence = f"the certificate of {self._named} is not trusted ({why}): set stream.registry.ca"
                 raise RegistryCertificateError(sentence) from exc
-            why = "" if isinstance(exc, httpx.LocalProtocolError) else str(exc)  # its text may have a secret
-            raise RegistryError(f"{self._named} cannot be reached: {why or type(exc).__name__}") from exc
-        if self._deadline.expired:  # the end of its connection may have seemed to be that of the answer
-            raise self._unanswered()
+            # Not the text of `exc`, which may have a secret.
+            why = (cause.strerror if isinstance(cause, OSError) else None) or type(cause).__name__
+            raise RegistryError(f"{self._named} cannot be reached: {why}") from exc
         if status in (401, 403):
             sent = "credentials" if self._settings.user or self._settings.token else "a request without credentials"
             keys = "stream.registry.user and password, or token"
@@ -202,55 +192,55 @@ class RegistryClient:
             raise error(f"{self._named} {what} for {path}: is stream.registry.url right?")
         return answer
 
-    def _fetch(self, request: httpx.Request, too_long: type[AnabranchError]) -> tuple[int, bytes]:
-        """Return status and body, after redirects within the host; raise `too_long` where the body is."""
+    def _fetch(self, url: str, parameters: Mapping[str, str] | None) -> tuple[int, bytes]:
+        """Return status and body, after redirects within the host."""
         for _ in range(_MOST_REDIRECTS + 1):
-            with contextlib.closing(self._http.send(request, stream=True)) as response:
-                body = self._read(response, too_long if response.status_code == 200 else RegistryError)
-            if response.next_request is None:
-                return response.status_code, body
-            if _origin(response.next_request.url) != _origin(request.url):
-                target = "{}://{}:{}".format(*_origin(response.next_request.url))
-                sentence = f"{self._named} redirects to {target}, which is not followed: is stream.registry.url right?"
+            answer = self._http.get(url, params=parameters, timeout=self._seconds, verify=self._verify)
+            if not answer.is_redirect:
+                return answer.status_code, answer.content
+            target, parameters = urljoin(answer.url, answer.headers["Location"]), None
+            if _origin(target) != _origin(url):
+                where = "{}://{}:{}".format(*_origin(target))
+                sentence = f"{self._named} redirects to {where}, which is not followed: is stream.registry.url right?"
                 raise RegistryError(sentence)
-            request = response.next_request
+            url = target
         raise RegistryError(f"{self._named} redirects {_MOST_REDIRECTS + 1} times")
 
-    def _watch(self, event: str, info: Mapping[str, Any]) -> None:
-        """Let the deadline watch a connection that httpx has opened; called for each of its events."""
-        if event == "connection.connect_tcp.complete":
-            self._deadline.watch(info["return_value"].get_extra_info("socket"))
 
-    def _read(self, response: httpx.Response, too_long: type[AnabranchError]) -> bytes:
-        body = bytearray()
-        for part in response.iter_raw():
-            body += part
-            if len(body) > _MOST_BYTES:
-                raise too_long(f"{self._named} answers with more than {_MOST_BYTES} bytes, which are not read")
-        return bytes(body)
+def _authorization(settings: RegistrySettings) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
+    """Return what adds the credentials to a request, in place of those that a `.netrc` may have for the host."""
+    value = None
+    if settings.token is not None:
+        value = f"Bearer {settings.token.get_secret_value()}"
+    elif settings.user is not None and settings.password is not None:
+        pair = f"{settings.user}:{settings.password.get_secret_value()}"
+        value = f"Basic {base64.b64encode(pair.encode()).decode()}"
 
-    def _unanswered(self) -> RegistryError:
-        within = format_duration(self._settings.timeout)
-        return RegistryError(f"{self._named} does not answer within {within} (stream.registry.timeout)")
+    def authorized(request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if value is not None:
+            request.prepare_headers({**request.headers, "Authorization": value})  # which refuses what is no header
+        return request
+
+    return authorized
 
 
-def _authorities(settings: RegistrySettings) -> ssl.SSLContext | bool:
+def _authorities(settings: RegistrySettings) -> str | bool:
     if settings.ca is None:
         return True
     try:
-        return ssl.create_default_context(cafile=settings.ca)
+        ssl.create_default_context(cafile=settings.ca)
     except OSError as exc:  # ssl.SSLError is one too
         raise SettingsError(f"stream.registry.ca = {settings.ca} cannot be read as PEM: {exc.strerror or exc}") from exc
+    return str(settings.ca)
 
 
-def _origin(url: httpx.URL) -> tuple[str, str, int]:
-    return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+def _origin(url: str) -> tuple[str, str, int]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _certificate_error(exc: BaseException | None) -> str | None:
-    """Return why the server's certificate is refused, if that is why a request failed."""
-    while exc is not None:
-        if isinstance(exc, ssl.SSLCertVerificationError):
-            return exc.verify_message
-        exc = exc.__cause__ or exc.__context__
-    return None
+def _cause(exc: BaseException) -> BaseException:
+    """Return the first error, of which others were made."""
+    while (before := exc.__cause__ or exc.__context__) is not None:
+        exc = before
+    return exc

@@ -8,16 +8,16 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.errors import BrokerError, RegistryError
-from ingest.events.encoders import hash_texts
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.formats.registry import make_format
-from ingest.kafka.client import Client, Messages
-from ingest.kafka.registry import CLIENTS
-from ingest.schema_registry.cache import writer_schemas
-from ingest.worker.value_decoder import ValueDecoder
+from anabranch.ingest.errors import BrokerError, RegistryError
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.kafka.client import Client, Messages
+from anabranch.ingest.kafka.registry import CLIENTS
+from anabranch.ingest.schema_registry.cache import writer_schemas
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.ingest.worker.value_decoder import ValueDecoder
 
 _POLL = timedelta(milliseconds=200)
 _AT_ONCE = 10_000

@@ -1,15 +1,16 @@
 """The messages between the learner and its ingest process, as msgpack over a socket."""
 
+import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import msgspec
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import Coverage
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.transport.decoding_mark import OffsetRange
+from anabranch.ingest.events.block import Coverage
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.transport.decoding_mark import OffsetRange
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -28,6 +29,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """Offsets that are decoded one by one: a process died while it decoded them."""
     refused: list[tuple[int, int]] = []
     """Offsets that are dead-lettered without being decoded, each with the index of its partition."""
+    path: list[str] = []
+    """Where the learner finds modules: the format may be the user's, in the config's folder."""
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -36,12 +39,8 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     slot: int
 
 
-class Pause(msgspec.Struct, frozen=True, tag=True):
-    """Stop reading until `Resume`."""
-
-
-class Resume(msgspec.Struct, frozen=True, tag=True):
-    """Continue reading."""
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Changes nothing: reports are sent only while messages come."""
 
 
 class PausePartitions(msgspec.Struct, frozen=True, tag=True):
@@ -89,8 +88,6 @@ class BlockReady(msgspec.Struct, frozen=True, tag=True):
     """Dead letters that were not written, by reason, since the previous block."""
     contexts: list[tuple[int, str]] = []
     """Sampled trace contexts of messages, each with its row."""
-    contexts_left_out: int = 0
-    """How many of them are too many for a block."""
     overweight: int = 0
     """Events whose weight was larger than `schema.weight.max`, and is that now."""
     tombstones: dict[str, int] = {}
@@ -135,7 +132,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-ToIngest = Begin | Release | Pause | Resume | PausePartitions | Commit | SkipToEnd | Stop
+ToIngest = Begin | Release | Ping | PausePartitions | Commit | SkipToEnd | Stop
 FromIngest = PartitionsOpened | BlockReady | LagReport | SkippedToEnd | Failed
 
 _to_ingest = msgspec.msgpack.Decoder(ToIngest)
@@ -199,4 +196,5 @@ def begin(
         traced=traced,
         suspects=list(suspects),
         refused=list(refused),
+        path=[*sys.path],
     )

@@ -13,8 +13,8 @@ import numpy as np
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.temporary_files import anonymous_file
-from ingest.events.block import Array, BlockLayout
-from ingest.transport.decoding_mark import MARK_BYTES, DecodingMark
+from anabranch.ingest.events.block import Array, BlockLayout
+from anabranch.ingest.transport.decoding_mark import MARK_BYTES, DecodingMark
 
 MOST_ROWS = 4096
 """Events of a block at most."""

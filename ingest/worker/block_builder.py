@@ -6,6 +6,7 @@ Legend: K rows of the block.
 import bisect
 import itertools
 import logging
+import operator
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,23 +17,24 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.backfill.history_rows import HistoryRows
-from ingest.config import HoldOut, StreamSettings
-from ingest.events.block import Array, BlockLayout, Outcome, SkipReason
-from ingest.events.encoders import hash_texts
-from ingest.events.hold_out import held_out
-from ingest.events.identity import partition_base
-from ingest.events.key_forms import form_of
-from ingest.events.position import Position
-from ingest.events.schema import Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
-from ingest.formats.registry import make_format
-from ingest.kafka.client import Messages
-from ingest.kafka.dead_letters import DeadLetter
-from ingest.schema_registry.cache import WriterSchemas
-from ingest.worker.history_blocks import empty, history_columns, message_of, skip_repeated, whole
-from ingest.worker.label_format import LabelFormat
-from ingest.worker.value_decoder import ValueDecoder
+from anabranch.core.tracing.context import MOST_LINKS, sampled_contexts
+from anabranch.ingest.backfill.history_rows import HistoryRows
+from anabranch.ingest.events.block import Array, BlockLayout, Outcome, SkipReason
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.hold_out import held_out
+from anabranch.ingest.events.identity import partition_base
+from anabranch.ingest.events.key_forms import form_of
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
+from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.kafka.dead_letters import DeadLetter
+from anabranch.ingest.schema_registry.cache import WriterSchemas
+from anabranch.ingest.settings.stream import HoldOut, StreamSettings
+from anabranch.ingest.worker.history_blocks import empty, history_columns, message_of, skip_repeated, whole
+from anabranch.ingest.worker.label_format import LabelFormat
+from anabranch.ingest.worker.value_decoder import ValueDecoder
 
 _LONGEST_REASON = 500
 _LONGEST_ROWS = 4_000
@@ -70,6 +72,10 @@ class Incoming:
     of_files: OfFiles | None = None
 
 
+RowContexts = Sequence[tuple[int, str]]
+"""Trace contexts, each with its row."""
+
+
 @dataclass(frozen=True)
 class Assembled:
     """K rows, partition after partition in the order of arrival, each sorted by (offset, row), and the dead letters.
@@ -92,6 +98,8 @@ class Assembled:
     """Indexes of the partitions that have a deferred message: one whose schema the registry has not returned yet."""
     tombstones: Mapping[str, int] = field(default_factory=dict)
     """Tombstones by the form of their key."""
+    contexts: RowContexts = ()
+    """The sampled trace contexts that producers sent in the headers of records, each with its row, ascending."""
 
     def __len__(self) -> int:
         return len(self.columns["offset"])
@@ -101,9 +109,18 @@ class BlockBuilder:
     """Decodes messages, rejects bad ones, holds events out; keeps nothing of messages between calls."""
 
     def __init__(
-        self, schema: Schema, stream: StreamSettings, hold_out: HoldOut, schemas: WriterSchemas | None = None
+        self,
+        schema: Schema,
+        stream: StreamSettings,
+        hold_out: HoldOut,
+        schemas: WriterSchemas | None = None,
+        *,
+        traced: bool = False,
     ) -> None:
-        """`schemas` finds the writer schemas of messages, where the stream has a registry."""
+        """`traced`: rows have the trace contexts of their messages."""
+        self.schemas = schemas
+        """Finds the writer schemas of messages, where the stream has a registry."""
+        self._traced = traced
         most_bytes = int(stream.max_message_bytes)
         self._decoder = ValueDecoder(make_format(stream, schema, schemas), schema, most_bytes)
         self._layout = BlockLayout(schema)
@@ -163,8 +180,18 @@ class BlockBuilder:
         rows = np.bincount(part[message], minlength=len(incoming)).tolist()
         heavy = self._count_overweight(decoded, incoming, part, firsts)
         forms = dict(Counter(map(form_of, tombstones.values())))
+        contexts = _contexts(incoming, rows, columns["offset"]) if self._traced else ()
         return Assembled(
-            columns, rows, letters, looped, decoded.unknown_fields, heavy, fault, incoming, tombstones=forms
+            columns,
+            rows,
+            letters,
+            looped,
+            decoded.unknown_fields,
+            heavy,
+            fault,
+            incoming,
+            tombstones=forms,
+            contexts=contexts,
         )
 
     def assemble_history(self, rows: HistoryRows, indexes: Sequence[int]) -> Assembled:
@@ -203,7 +230,9 @@ class BlockBuilder:
                 named.append(f"{name.topic}[{name.partition}]@{of.offsets[message - firsts[index]]}")
             log.warning(
                 "%d events have a weight above schema.weight.max = %g, and count as that: %s",
-                *(len(decoded.overweight), self._most_weight, ", ".join(named)),
+                len(decoded.overweight),
+                self._most_weight,
+                ", ".join(named),
             )
         return len(decoded.overweight)
 
@@ -378,3 +407,32 @@ def _ranges(rows: Sequence[int]) -> str:
             return ",".join([*written, "..."])
         written.append(text)
     return ",".join(written)
+
+
+def _contexts(incoming: Sequence[Incoming], rows: Sequence[int], offset: Array) -> RowContexts:
+    """Return the sampled contexts of messages, each with its row, ascending; `offset` is int64 `[K]`.
+
+    Only the first row of a message that has several gets its context. Messages without headers are passed over in C.
+    """
+    contexts = []
+    begin = 0
+    for each, own in zip(incoming, rows, strict=True):
+        offsets = offset[begin : begin + own]
+        if any(each.messages.headers):
+            sampled = list(sampled_contexts(each.messages.headers))
+            sent = [each.messages.offsets[index] for index, _ in sampled]
+            found = np.searchsorted(offsets, sent).tolist()
+            for row, sent_at, (_, context) in zip(found, sent, sampled, strict=True):
+                if row < own and offsets[row] == sent_at:  # else it has an outcome from before
+                    contexts.append((begin + row, context))
+        begin += own
+    return contexts
+
+
+def contexts_of_block(contexts: RowContexts, begin: int, end: int) -> list[tuple[int, str]]:
+    """Return those of rows `[begin, end)`, with their rows from `begin` on: the first ones, where they are too many.
+
+    Quick however many there are, since `contexts` ascend.
+    """
+    first, after = (bisect.bisect_left(contexts, row, key=operator.itemgetter(0)) for row in (begin, end))
+    return [(row - begin, context) for row, context in contexts[first : min(after, first + MOST_LINKS)]]

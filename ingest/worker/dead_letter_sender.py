@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from anabranch.core.backoff import Backoff
-from ingest.kafka.client import Client, Lag
-from ingest.kafka.dead_letters import DeadLetter
-from ingest.worker.lag_reporter import LagReporter
+from anabranch.ingest.kafka.client import Client, Lag
+from anabranch.ingest.kafka.dead_letters import DeadLetter
+from anabranch.ingest.worker.lag_reporter import LagReporter
 
 FIRST_BACKOFF = timedelta(seconds=0.1)
 LONGEST_BACKOFF = timedelta(seconds=10)

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Messages
-from ingest.transport.decoding_mark import DecodingMark, OffsetRange
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.transport.decoding_mark import DecodingMark, OffsetRange
 
 REFUSED = "internal: decoding it ended the ingest process twice"
 """Why a message is dead-lettered that was not decoded."""

@@ -6,11 +6,11 @@ Legend: K rows.
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.backfill.history_rows import HistoryRows
-from ingest.events.block import Array, BlockLayout, Outcome, SkipReason
-from ingest.events.partition import TopicPartition
-from ingest.formats.base import WHOLE_MESSAGE, Reject
-from ingest.kafka.client import Messages
+from anabranch.ingest.backfill.history_rows import HistoryRows
+from anabranch.ingest.events.block import Array, BlockLayout, Outcome, SkipReason
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Reject
+from anabranch.ingest.kafka.client import Messages
 
 
 def history_columns(rows: HistoryRows, partition: NDArray[np.int32], layout: BlockLayout) -> dict[str, Array]:

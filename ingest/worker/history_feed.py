@@ -1,22 +1,23 @@
 """Feeds the worker with the history, and begins the topics after it."""
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Protocol, TypeVar
 
-from ingest.backfill.files import DISORDER, Switch, switch_of
-from ingest.backfill.history_rows import HistoryRows, HistorySource
-from ingest.config import StreamSettings
-from ingest.events.block import Coverage
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.kafka.client import Client, Messages
-from ingest.worker.block_builder import Assembled, BlockBuilder, OfFiles
-from ingest.worker.decoding_limits import DecodingLimits
-from ingest.worker.partition_table import PartitionTable
-from ingest.worker.retention_watch import RetentionWatch, watch_of
-from ingest.worker.topic_switch import topics_begin
+from anabranch.ingest.backfill.files import DISORDER, Switch, switch_of
+from anabranch.ingest.backfill.history_rows import HistoryRows, HistorySource
+from anabranch.ingest.events.block import Coverage
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.kafka.client import Client, Messages
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.worker.block_builder import Assembled, BlockBuilder, OfFiles
+from anabranch.ingest.worker.decoding_limits import DecodingLimits
+from anabranch.ingest.worker.partition_table import PartitionTable
+from anabranch.ingest.worker.retention_watch import RetentionWatch, watch_of
+from anabranch.ingest.worker.topic_switch import topics_begin
 
 Cover = Callable[[int, int], Iterable[Coverage]]
 """Returns what a range of rows covers of each partition, and advances positions."""
@@ -52,27 +53,22 @@ class HistoryFeed:
         client: Client,
         table: PartitionTable,
         assembler: BlockBuilder,
-        send: Callable[[Assembled, Cover], None],
-        report: Callable[[], None],
-        run: Run,
         limits: DecodingLimits,
+        run: Run,
     ) -> None:
-        """`send` writes rows into blocks, once their dead letters are written; `report` is called at the switch."""
         self._history = history
         self._stream = stream
         self._client = client
         self._table = table
         self._assembler = assembler
-        self._send = send
-        self._report = report
-        self._run = run
         self._limits = limits
+        self._run = run
         self._first = False
         self._switch: Switch | None = None
         self._planned = history is None
         self._retention = RetentionWatch({})
-        self._switched = history is None
-        """Whether the topics are read."""
+        self.is_read = history is None
+        """Whether all rows were read, and the topics are read now."""
 
     def open(self, positions: Sequence[tuple[TopicPartition, Position]]) -> None:
         """List the files at the first start; else continue from the positions of the learner.
@@ -144,23 +140,20 @@ class HistoryFeed:
         """One sentence when records of the topics are removed before the history is read."""
         return None if self._history is None else self._retention.problem(self._history.progress)
 
-    def read(self) -> bool:
-        """Make blocks of the next rows of files, if they are there in time; return False once all rows were read.
+    def read(self) -> Iterator[tuple[Assembled, Cover]]:
+        """Yield the next rows of files, if they are there in time, for blocks; after the last, begin the topics.
 
         Raises:
             HistoryError, HistoryAwayError: as `FileHistory.poll` does.
         """
-        history = self._history
-        if history is None or self._switched:
-            return False
+        history, table = self._history, self._table
+        assert history is not None
         rows = None if history.done else self._poll(history)
         if rows is not None:
-            assembled = self._assembler.assemble_history(rows, [self._table.index[name] for name in rows.counts])
-            self._send(
-                assembled, lambda begin, end: self._table.cover_history(assembled, rows.ends, rows.hints, begin, end)
-            )
-        self._switch_if_done(history)
-        return True
+            assembled = self._assembler.assemble_history(rows, [table.index[name] for name in rows.counts])
+            yield assembled, functools.partial(table.cover_history, assembled, rows.ends, rows.hints)
+        if history.done:
+            yield from self._switch_to_topics(history)
 
     def _poll(self, history: HistorySource) -> HistoryRows | None:
         first = min(self.indexes, default=None)
@@ -169,17 +162,14 @@ class HistoryFeed:
         with self._limits.reading_files(first, history.progress.rows_done):
             return history.poll(_WAIT)
 
-    def _switch_if_done(self, history: HistorySource) -> None:
-        """Begin the topics when all rows were read, also those that retention has removed from the topics meanwhile."""
-        if not history.done:
-            return
+    def _switch_to_topics(self, history: HistorySource) -> Iterator[tuple[Assembled, Cover]]:
+        """Begin the topics unless retention has removed rows from them meanwhile, which are read from files then."""
         self._planned = False
         self.plan()
         if history.done:
             passed = list(self._table.pass_offsets(history.ends))
             if passed:
-                self._send(self._assembler.assemble([]), lambda *_: passed)
+                yield self._assembler.assemble([]), lambda *_: passed
             self._table.assign()
-            self._switched = True
-            self._report()
+            self.is_read = True
             log.info("the history is read: the topics are read from now on")

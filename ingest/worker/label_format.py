@@ -5,16 +5,28 @@ from dataclasses import replace
 
 import numpy as np
 
-from ingest.config import StreamSettings
-from ingest.events.block import BlockLayout
-from ingest.events.label_schema import label_schema
-from ingest.events.schema import Schema
-from ingest.formats.base import Decoded, Headers
-from ingest.formats.registry import make_format
-from ingest.schema_registry.cache import WriterSchemas
+from anabranch.ingest.events.block import BlockLayout
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import Decoded, Format, Headers
+from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.schema_registry.cache import WriterSchemas
+from anabranch.ingest.settings.labels import LabelStreamSettings
+from anabranch.ingest.settings.stream import FieldSettings, SchemaSettings, StreamSettings
 
 
-class LabelFormat:
+def label_schema(schema: Schema, labels: LabelStreamSettings) -> Schema:
+    """Return the schema of label messages: a key and a label, no features. One of the two sections declares the key."""
+    name = labels.name or schema.label.name
+    return Schema(
+        SchemaSettings.model_construct(
+            features={},
+            label=schema.settings.label.model_copy(update={"name": name}),
+            key=FieldSettings(name=labels.key or str(schema.key)),
+        )
+    )
+
+
+class LabelFormat(Format):
     """Decodes messages of a key and a label, in the format of the events, to rows like theirs with features of zeros.
 
     The hash of the key is in the column by which events are found, `Schema.join_column`.
@@ -23,7 +35,7 @@ class LabelFormat:
     def __init__(self, schema: Schema, stream: StreamSettings, schemas: WriterSchemas | None = None) -> None:
         """Take the schema of events, `[stream]` with `[stream.labels]`, and the writer schemas of a registry."""
         assert stream.labels is not None
-        self._schema = schema
+        super().__init__(schema)
         self._label_schema = label_schema(schema, stream.labels)
         self._format = make_format(stream, self._label_schema, schemas, is_of_subject=False)
         self._layout = BlockLayout(schema)
@@ -36,7 +48,7 @@ class LabelFormat:
         if absent.any():
             labels = labels.without(absent, f"{self._label_schema.label.name} is missing or null")
         zeros = self._layout.empty(len(labels.message))
-        columns = {name: zeros[name] for name in (*self._schema.payload(), *self._hashes)}
+        columns = {name: zeros[name] for name in (*self.schema.payload(), *self._hashes)}
         columns |= {name: labels.columns[name] for name in ("label", "labelled", "weight")}
-        columns[self._schema.join_column] = labels.columns["key_hash"]
+        columns[self.schema.join_column] = labels.columns["key_hash"]
         return replace(labels, columns=columns)

@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
-from ingest.backfill.history_rows import HistorySource
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Client, Lag
-from ingest.transport.protocol import LagReport, send
-from ingest.worker.partition_table import PartitionTable
-from ingest.worker.stalled_partitions import StallDetector
+from anabranch.ingest.backfill.history_rows import HistorySource
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Client, Lag
+from anabranch.ingest.transport.protocol import LagReport, send
+from anabranch.ingest.worker.partition_table import PartitionTable
+from anabranch.ingest.worker.paused_partitions import PausedPartitions
+from anabranch.ingest.worker.stalled_partitions import StallDetector
 
 LAG_SECONDS = 1.0
 """Time between two reports."""
@@ -35,6 +36,7 @@ class LagReporter:
         table: PartitionTable,
         connection: Connection,
         history: HistorySource | None = None,
+        pauses: PausedPartitions | None = None,
         later_problem: Callable[[], str | None] = lambda: None,
     ) -> None:
         """`later_problem` returns one sentence on what will go wrong."""
@@ -44,11 +46,10 @@ class LagReporter:
         self._history = history
         self._sent_ends: dict[TopicPartition, int] = {}
         """Ends of files that were sent."""
+        self._pauses = pauses
         self._later_problem = later_problem
         self.problem: str | None = None
         """What was wrong at the last report."""
-        self.pause: str | None = None
-        """Why a partition is paused, if one is."""
         self._fault: str | None = None
         self._fault_until = 0.0
         self._due = self._next_log_starts = 0.0
@@ -57,12 +58,24 @@ class LagReporter:
         self._stall_detector = StallDetector()
         self._stall: str | None = None
         self._checked_at = time.monotonic()
-        self.waited = 0.0
+        self._waited = 0.0
         """Seconds since the last check for stalls in which this process waited for the learner."""
-        self.had_few_rows = False
+        self._had_few_rows = False
         """Whether a poll since then returned few rows: then no partition waits for its turn behind others."""
-        self.unanswered = 0
+        self._unanswered = 0
         """Reports since the last message of the learner."""
+
+    def add_wait(self, seconds: float) -> None:
+        """Count time for which this process waited for the learner: no partition is stalled by it."""
+        self._waited += seconds
+
+    def add_poll(self, *, few_rows: bool) -> None:
+        """Count a poll, which returned few rows or many."""
+        self._had_few_rows |= few_rows
+
+    def reset_unanswered(self) -> None:
+        """Count the reports without an answer from 0: the learner has sent a message."""
+        self._unanswered = 0
 
     def set_fault(self, fault: str) -> None:
         """Report a bug in decoding for some time."""
@@ -90,10 +103,10 @@ class LagReporter:
     def _stalled(self, ends: Mapping[TopicPartition, int]) -> str | None:
         """Return one sentence if a partition that is read is stalled; topics that wait for the history are not."""
         now = time.monotonic()
-        seconds = max(0.0, now - self._checked_at - self.waited)
-        if not self.had_few_rows:
+        seconds = max(0.0, now - self._checked_at - self._waited)
+        if not self._had_few_rows:
             seconds *= _BUSY_SHARE
-        self._checked_at, self.waited, self.had_few_rows = now, 0.0, False
+        self._checked_at, self._waited, self._had_few_rows = now, 0.0, False
         if self._history is not None and not self._history.done:
             return None
         return self._stall_detector.check(
@@ -108,8 +121,8 @@ class LagReporter:
 
     def report_busy(self) -> None:
         """Send that this process works on what takes long, with nothing of the broker or of the history."""
-        if self.unanswered < _MOST_UNANSWERED:
-            self.unanswered += 1
+        if self._unanswered < _MOST_UNANSWERED:
+            self._unanswered += 1
             send(self._connection, LagReport([], self.problem, time.monotonic()))
 
     def report(self, lag: Lag, asked: float | None = None) -> None:
@@ -119,9 +132,9 @@ class LagReporter:
         elif lag.problem != self.problem:
             log.warning("%s", lag.problem)
         self.problem = lag.problem
-        if self.unanswered >= _MOST_UNANSWERED:
+        if self._unanswered >= _MOST_UNANSWERED:
             return
-        self.unanswered += 1
+        self._unanswered += 1
         ends = [
             (index, lag.ends[partition])
             for index, partition in enumerate(self._table.partitions)
@@ -136,6 +149,7 @@ class LagReporter:
         ]
         progress = None if self._history is None else self._history.progress
         fault = self._fault if time.monotonic() < self._fault_until else None
-        problem = lag.problem or self.pause or self._stall or fault or self._later_problem()
+        pause = None if self._pauses is None else self._pauses.problem
+        problem = lag.problem or pause or self._stall or fault or self._later_problem()
         time_asked = time.monotonic() if asked is None else asked
         send(self._connection, LagReport(ends, problem, time_asked, starts, progress))

@@ -4,15 +4,15 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 
-from ingest.config import StreamSettings
-from ingest.errors import GapError, RecreatedError
-from ingest.events.block import Coverage
-from ingest.events.partition import TopicPartition, latest_incarnations
-from ingest.events.position import Fingerprint, PartitionFingerprint, Position
-from ingest.kafka.client import Client
-from ingest.kafka.diagnostics import RECREATED, overwritten
-from ingest.kafka.topic_recreation import compare, fingerprint
-from ingest.worker.block_builder import Assembled, Incoming
+from anabranch.ingest.errors import GapError, RecreatedError
+from anabranch.ingest.events.block import Coverage
+from anabranch.ingest.events.partition import TopicPartition, latest_incarnations
+from anabranch.ingest.events.position import Fingerprint, PartitionFingerprint, Position
+from anabranch.ingest.kafka.client import Client
+from anabranch.ingest.kafka.diagnostics import RECREATED, overwritten
+from anabranch.ingest.kafka.topic_recreation import compare, fingerprint
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.worker.block_builder import Assembled, Incoming
 
 log = logging.getLogger(__name__)
 

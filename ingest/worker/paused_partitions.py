@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from ingest.schema_registry.cache import WriterSchemas
-from ingest.worker.lag_reporter import LagReporter
-from ingest.worker.partition_table import PartitionTable
+from anabranch.ingest.schema_registry.cache import WriterSchemas
+from anabranch.ingest.worker.partition_table import PartitionTable
 
 
 class PausedPartitions:
@@ -13,9 +12,8 @@ class PausedPartitions:
     The position of a paused partition is its deferred message, from which it is read again.
     """
 
-    def __init__(self, table: PartitionTable, reporter: LagReporter, schemas: WriterSchemas | None) -> None:
+    def __init__(self, table: PartitionTable, schemas: WriterSchemas | None) -> None:
         self._table = table
-        self._reporter = reporter
         self._schemas = schemas
         self._answers = 0
         self._changed = False
@@ -30,7 +28,6 @@ class PausedPartitions:
         if self._changed:
             self._changed = False
             self._table.assign()
-            self._report()
 
     def resume_if_answered(self) -> None:
         """Resume all paused partitions if the registry has answered; else let it be asked again when that is due."""
@@ -41,21 +38,21 @@ class PausedPartitions:
             self._answers = self._schemas.answers
             self.clear()
             self._table.assign()
-        self._report()
 
     def clear(self) -> None:
         """Resume all partitions, once they are assigned again."""
         self._changed = False
         self._table.paused.clear()
-        self._report()
 
-    def _report(self) -> None:
-        self._reporter.pause = None
-        if self._table.paused and self._schemas is not None:
-            index = min(self._table.paused)
-            partition, offset = self._table.partitions[index], self._table.positions[index].offset
-            others = len(self._table.paused) - 1
-            more = f" (and {others} more partition{'' if others == 1 else 's'})" if others else ""
-            why = self._schemas.problem or "the registry has not answered yet"
-            name = f"{partition.topic}[{partition.partition}]"
-            self._reporter.pause = f"{name}{more} waits at offset {offset} for the schema of its message: {why}"
+    @property
+    def problem(self) -> str | None:
+        """One sentence on the first partition that is paused, if one is."""
+        if not self._table.paused or self._schemas is None:
+            return None
+        index = min(self._table.paused)
+        partition, offset = self._table.partitions[index], self._table.positions[index].offset
+        others = len(self._table.paused) - 1
+        more = f" (and {others} more partition{'' if others == 1 else 's'})" if others else ""
+        why = self._schemas.problem or "the registry has not answered yet"
+        name = f"{partition.topic}[{partition.partition}]"
+        return f"{name}{more} waits at offset {offset} for the schema of its message: {why}"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Client
-from ingest.transport.protocol import HistoryProgress
-from ingest.worker.topic_switch import first_times
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Client
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.transport.protocol import HistoryProgress
+from anabranch.ingest.worker.topic_switch import first_times
 
 _MEASURED_SECONDS = 5.0
 """How long the rate of the history is measured before it counts."""
@@ -63,7 +63,7 @@ def watch_of(
     Ends the assignment of the client.
     """
     # Imported here since it loads kafka-python, which an ingest process without a history may not need.
-    from ingest.kafka.topic_inspector import Inspector
+    from anabranch.ingest.kafka.topic_inspector import Inspector
 
     try:
         with Inspector(stream) as inspector:

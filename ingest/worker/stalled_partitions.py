@@ -4,8 +4,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
 
 STALLED_SECONDS = 20.0
 """With the intervals of checks and reports, a stall is reported within 30 s."""

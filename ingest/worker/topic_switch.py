@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
-from ingest.backfill.files import DISORDER, Switch
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Client
+from anabranch.ingest.backfill.files import DISORDER, Switch
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Client
+from anabranch.ingest.settings.stream import StreamSettings
 
 _POLL = timedelta(milliseconds=50)
 _READ_SECONDS = 10.0

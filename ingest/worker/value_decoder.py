@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from anabranch.core.failures import panics_are_errors
-from ingest.events.schema import Schema
-from ingest.events.tokenizer import UnencodableError
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Format, Headers, Reject, joined, nothing
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.events.tokenizer import UnencodableError
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Format, Headers, Reject, joined, nothing
 
 log = logging.getLogger(__name__)
 

@@ -14,22 +14,20 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from anabranch.core.backoff import Backoff
-from ingest.backfill.history_rows import HistorySource
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError, RecreatedError, TruncatedError
-from ingest.events.block import Coverage
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.kafka.client import Client, Lag, Messages
-from ingest.schema_registry.cache import WriterSchemas
-from ingest.transport.protocol import (
+from anabranch.ingest.backfill.history_rows import HistorySource
+from anabranch.ingest.errors import BrokerError, RecreatedError, TruncatedError
+from anabranch.ingest.events.block import Coverage
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.ingest.kafka.client import Client, Lag, Messages
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.transport.protocol import (
     BlockReady,
     Commit,
     PartitionsOpened,
-    Pause,
     PausePartitions,
+    Ping,
     Release,
-    Resume,
     SkippedToEnd,
     SkipToEnd,
     Stop,
@@ -37,15 +35,14 @@ from ingest.transport.protocol import (
     receive_in_ingest,
     send,
 )
-from ingest.transport.shared_ring import SharedRing
-from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming
-from ingest.worker.dead_letter_sender import FIRST_BACKOFF, LONGEST_BACKOFF, DeadLetterSender
-from ingest.worker.decoding_limits import DecodingLimits
-from ingest.worker.event_contexts import contexts_of, of_block
-from ingest.worker.history_feed import Cover, HistoryFeed
-from ingest.worker.lag_reporter import LAG_SECONDS, LagReporter
-from ingest.worker.partition_table import PartitionTable
-from ingest.worker.paused_partitions import PausedPartitions
+from anabranch.ingest.transport.shared_ring import SharedRing
+from anabranch.ingest.worker.block_builder import Assembled, BlockBuilder, Incoming, contexts_of_block
+from anabranch.ingest.worker.dead_letter_sender import FIRST_BACKOFF, LONGEST_BACKOFF, DeadLetterSender
+from anabranch.ingest.worker.decoding_limits import DecodingLimits
+from anabranch.ingest.worker.history_feed import Cover, HistoryFeed
+from anabranch.ingest.worker.lag_reporter import LAG_SECONDS, LagReporter
+from anabranch.ingest.worker.partition_table import PartitionTable
+from anabranch.ingest.worker.paused_partitions import PausedPartitions
 
 _PAUSE_SECONDS = 0.01
 """Pause after a poll that returned few rows: a slow stream costs at most a hundred polls and blocks a second."""
@@ -75,43 +72,30 @@ class IngestWorker:
         ring: SharedRing,
         connection: Connection,
         *,
-        schemas: WriterSchemas | None = None,
         history: HistorySource | None = None,
         limits: DecodingLimits | None = None,
         read_only: bool = False,
-        traced: bool = False,
     ) -> None:
-        """Take `schemas`, which finds the writer schemas of messages, where the stream has a registry.
-
-        `history` is read before the partitions of the topics. `limits` has the messages that earlier processes died
-        of. With `read_only`, no dead letters are sent and no positions are committed. `traced`: blocks have the trace
-        contexts of messages.
+        """`history` is read before the partitions of the topics. `limits` has the messages that earlier processes died
+        of. With `read_only`, no dead letters are sent and no positions are committed.
         """
         self._limits = limits or DecodingLimits(ring.mark)
-        self._traced = traced
         self._stream = stream
         self._client = client
         self._assembler = assembler
         self._ring = ring
         self._connection = connection
         self._free = list(range(ring.slots))
-        self._paused = False
         self._held: frozenset[int] = frozenset()
         """The partitions that are to be held once all fetched messages are in blocks."""
         self._is_skipping = False
         self._table = PartitionTable(stream, client)
-        self._reporter = LagReporter(client, self._table, connection, history, lambda: self._history.problem)
-        self._pauses = PausedPartitions(self._table, self._reporter, schemas)
-        self._history = HistoryFeed(
-            history,
-            stream,
-            client,
-            self._table,
-            assembler,
-            self._send_history,
-            self._reporter.make_due,
-            self._run_with_reports,
-            self._limits,
+        self._pauses = PausedPartitions(self._table, assembler.schemas)
+        self._history = feed = HistoryFeed(
+            history, stream, client, self._table, assembler, self._limits, self._run_with_reports
+        )
+        self._reporter = LagReporter(
+            client, self._table, connection, history, self._pauses, later_problem=lambda: feed.problem
         )
         self._read_only = read_only
         self._letters = DeadLetterSender(client, stream.dead_letter_topic, self._reporter, self._back_off)
@@ -137,7 +121,7 @@ class IngestWorker:
         next_partitions = time.monotonic() + _PARTITIONS_SECONDS
         backoff = Backoff(FIRST_BACKOFF, LONGEST_BACKOFF)
         while True:
-            while self._paused or not self._free:
+            while not self._free:
                 self._wait_for_learner()
             self._receive(wait=False)
             self._pauses.resume_if_answered()
@@ -148,14 +132,15 @@ class IngestWorker:
                 if self._held != self._table.held:
                     self._table.held = self._held
                     self._table.assign()
-                if self._history.read():
+                if not self._history.is_read:
+                    self._send_history()
                     backoff.reset()
                     self._reporter.report_if_due()
                     continue
                 fetched = self._client.poll(timedelta(0), self._ring.rows)
                 backoff.reset()
             except BrokerError as exc:
-                self._reporter.had_few_rows = True
+                self._reporter.add_poll(few_rows=True)
                 self._back_off(backoff, str(exc))
                 continue
             except RecreatedError as exc:
@@ -166,7 +151,7 @@ class IngestWorker:
                 continue
             self._process(fetched)
             few_rows = sum(map(len, fetched)) * _LITTLE < self._ring.rows
-            self._reporter.had_few_rows |= few_rows
+            self._reporter.add_poll(few_rows=few_rows)
             self._reporter.report_if_due()
             if few_rows:
                 self._ring.clear_one(self._free)  # on a thin stream nothing else would overwrite old events for long
@@ -185,10 +170,13 @@ class IngestWorker:
             self._reporter.report_busy()
         return future.result()
 
-    def _send_history(self, assembled: Assembled, cover: Cover) -> None:
-        """Make blocks of rows of files, once their dead letters are written."""
-        self._send_letters(assembled)
-        self._write_blocks(assembled, cover)
+    def _send_history(self) -> None:
+        """Make blocks of the next rows of files, once their dead letters are written; report when the topics begin."""
+        for assembled, cover in self._history.read():
+            self._send_letters(assembled)
+            self._write_blocks(assembled, cover)
+        if self._history.is_read:
+            self._reporter.make_due()
 
     def _send_letters(self, assembled: Assembled) -> None:
         if not self._read_only:
@@ -260,7 +248,7 @@ class IngestWorker:
     def _wait_for_learner(self) -> None:
         began = time.monotonic()
         self._receive(wait=True)
-        self._reporter.waited += time.monotonic() - began
+        self._reporter.add_wait(time.monotonic() - began)
         self._reporter.report_if_due()
 
     def _receive(self, *, wait: bool) -> None:
@@ -270,17 +258,15 @@ class IngestWorker:
                 self._handle(receive_in_ingest(self._connection))
             except (EOFError, OSError) as exc:
                 raise StoppedError from exc
-            wait = self._paused or not self._free
+            wait = not self._free
 
     def _handle(self, message: ToIngest) -> None:
-        self._reporter.unanswered = 0
+        self._reporter.reset_unanswered()
         match message:
             case Release(slot):
                 self._free.append(slot)
-            case Pause():
-                self._paused = True
-            case Resume():
-                self._paused = False
+            case Ping():
+                pass
             case PausePartitions(partitions):
                 self._held = frozenset(partitions)
             case SkipToEnd():
@@ -307,18 +293,15 @@ class IngestWorker:
         """Write rows into slots."""
         total, unknown, heavy = len(assembled), assembled.unknown_fields, assembled.overweight
         tombstones = dict(assembled.tombstones)
-        contexts = contexts_of(assembled) if self._traced else []
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
                 self._wait_for_learner()
             slot = self._free.pop()
             self._ring.write(slot, assembled.columns, begin, end)
             coverage, dropped = tuple(cover(begin, end)), self._letters.take_dropped()
-            own, left_out = of_block(contexts, begin, end)
-            send(
-                self._connection,
-                BlockReady(slot, end - begin, coverage, unknown, dropped, own, left_out, heavy, tombstones),
-            )
+            own = contexts_of_block(assembled.contexts, begin, end)
+            ready = BlockReady(slot, end - begin, coverage, unknown, dropped, own, heavy, tombstones)
+            send(self._connection, ready)
             unknown = heavy = 0
             tombstones = {}
 

@@ -10,76 +10,78 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
-from learner.errors import ModelError
-from learner.model.base_precision import stay_offline, store_frozen
-from learner.sections.adapter import AdapterSettings
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.base_precision import stay_offline, store_frozen
+from anabranch.learner.model.converter import ModelContext, ModelConverter
+from anabranch.learner.model.trained_set import declare_constant
+from anabranch.learner.settings.model import AdapterSettings
+from anabranch.learner.settings.strategies import StrategySettings
 
 _MOST_NAMES = 8
-_NAME = "default"
-"""Of the adapters, as peft names them."""
 
 
-def apply_adapter(model: nn.Module, settings: AdapterSettings) -> nn.Module:
-    """Add adapters to a model, on the CPU and in place, freeze all that does not train, and return the model.
+class Adapter(ModelConverter):
+    """Adds adapters to a model, in place, and freezes all that does not train."""
 
-    What trains stays float32, whatever the precision of the frozen layers is. The adapters change nothing at first.
+    def __init__(self, settings: AdapterSettings) -> None:
+        self._settings = settings
 
-    Raises:
-        SettingsError: a package is not installed.
-        ModelError: a name in `targets` or `train` fits no module that can be adapted or trained.
-    """
-    stay_offline()
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as exc:
-        raise SettingsError('[model.adapter] needs peft: pip install "anabranch[hf]", or take the section out') from exc
-    trained = _trained_modules(model, settings)
-    targets = _target_names(model, settings, trained)
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
-        lora_dropout=settings.dropout,
-        target_modules="|".join(map(re.escape, targets)),  # as one pattern: names in a list match as ends, too
-    )
-    model.cpu().float().requires_grad_(False)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of transposed weights, which peft recognizes itself
-            model = inject_adapter_in_model(config, model)
-    except ValueError as exc:
-        raise ModelError(f"model.adapter: peft cannot adapt {_listed(targets)}: {exc}") from exc
-    for name in trained:
-        model.get_submodule(name).requires_grad_()
-    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
-        torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of its layers, and skips their adapters
-    if settings.base_precision != "fp32":
-        store_frozen(model, settings.base_precision)
-    return model
+    @override
+    def convert(self, model: nn.Module, _context: ModelContext) -> nn.Module:
+        """Return the model on the CPU.
 
+        What trains stays float32, whatever the precision of the frozen layers is. The adapters change nothing at first.
 
-def check_trained(model: nn.Module, settings: AdapterSettings, strategy: str, *, learns_gradient: bool) -> None:
-    """Check, once the strategy has added its part to the model, that what `[model.adapter]` names is trained.
+        Raises:
+            SettingsError: a package is not installed.
+            ModelError: a name in `targets` or `train` fits no module that can be adapted or trained.
+        """
+        settings = self._settings
+        stay_offline()
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError as exc:
+            raise SettingsError(
+                '[model.adapter] needs peft: pip install "anabranch[hf]", or take the section out'
+            ) from exc
+        trained = _trained_modules(model, settings)
+        targets = _target_names(model, settings, trained)
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]
+            lora_dropout=settings.dropout,
+            target_modules="|".join(map(re.escape, targets)),  # as one pattern: names in a list match as ends, too
+        )
+        model.cpu().float().requires_grad_(False)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of transposed weights, which peft recognizes itself
+                model = inject_adapter_in_model(config, model)
+        except ValueError as exc:
+            raise ModelError(f"model.adapter: peft cannot adapt {_listed(targets)}: {exc}") from exc
+        for name in trained:
+            model.get_submodule(name).requires_grad_()
+        if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+            torch.backends.mha.set_fastpath_enabled(False)  # it reads its layers' weights, and skips their adapters
+        if settings.base_precision != "fp32":
+            store_frozen(model, settings.base_precision)
+        declare_constant(model, "model.adapter.alpha / model.adapter.rank", settings.alpha / settings.rank)
+        return model
 
-    Raises:
-        ModelError: the strategy takes no gradient, or has frozen it.
-    """
-    weights = dict(model.named_parameters())
-    groups = {"targets": [weight for name, weight in weights.items() if ".lora_" in name]}
-    for part in settings.train:
-        groups[f"train = {part!r}"] = [weight for name, weight in weights.items() if name.startswith(f"{part}.")]
-    for key, found in groups.items():
-        if not learns_gradient or not any(weight.requires_grad for weight in found):
-            raise ModelError(
-                f'learner.strategy = "{strategy}" trains nothing of what model.adapter.{key} names, since it keeps the '
-                'model as it was built: take [model.adapter] out, or take the strategy "er"'
-            )
-
-
-def adapter_scale(model: nn.Module) -> float | None:
-    """Return the factor of a model's adapters, `alpha / rank`, which no tensor has; None where it has no adapter."""
-    scales = (getattr(module, "scaling", None) for module in model.modules())
-    return next((float(scale[_NAME]) for scale in scales if isinstance(scale, dict) and _NAME in scale), None)
+    @override
+    def check(self, model: nn.Module, strategy: StrategySettings) -> None:
+        weights = dict(model.named_parameters())
+        groups = {"targets": [weight for name, weight in weights.items() if ".lora_" in name]}
+        for part in self._settings.train:
+            groups[f"train = {part!r}"] = [weight for name, weight in weights.items() if name.startswith(f"{part}.")]
+        for key, found in groups.items():
+            if not strategy.kind.learns_gradient or not any(weight.requires_grad for weight in found):
+                raise ModelError(
+                    f'learner.strategy = "{strategy.name}" trains nothing of what model.adapter.{key} names, since it '
+                    'keeps the model as it was built: take [model.adapter] out, or take the strategy "er"'
+                )
 
 
 def _trained_modules(model: nn.Module, settings: AdapterSettings) -> list[str]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anabranch.core.errors import SettingsError
-from learner.errors import ModelError
+from anabranch.learner.errors import ModelError
 
 BasePrecision = Literal["bf16", "nf4"]
 _BLOCK = 64

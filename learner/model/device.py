@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
-from learner.config import LearnerSettings
-from learner.device_health.nvml import named_devices
-from learner.model.visible_devices import VISIBLE, show_only
+from anabranch.learner.device.nvml import named_devices
+from anabranch.learner.device.visible_devices import VISIBLE, show_only
+from anabranch.learner.settings.learner import LearnerSettings
 
 DRIVER = Path("/dev/nvidiactl")
 """Exists where NVIDIA's driver is loaded, also in a container that has devices."""

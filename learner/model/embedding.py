@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learner.errors import ModelError
-from learner.model.task import Embeds
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.task import Embeds, Task
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.strategies import StrategySettings
+from anabranch.replay.settings import ReplaySettings, admission_compares, sampling_compares
 
 
 class Embedding:
@@ -21,13 +24,8 @@ class Embedding:
         self._name = module
         self._capturing = False
         self._captured: Tensor | None = None
-        try:
-            submodule = model.get_submodule(module)
-        except AttributeError as exc:
-            names = ", ".join(name for name, _ in model.named_modules() if name)
-            raise ModelError(f'model.embedding = "{module}": the model has no such module, but {names}') from exc
         # Ahead of hooks that end a pass here.
-        submodule.register_forward_hook(self._capture, prepend=True)
+        module_of(model, module).register_forward_hook(self._capture, prepend=True)
 
     def capture_next(self) -> None:
         """Capture the module's output in the next forward pass."""
@@ -48,6 +46,15 @@ class Embedding:
     def _capture(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._capturing and isinstance(output, Tensor) and output.ndim:
             self._capturing, self._captured = False, embedding_of(output)
+
+
+def module_of(model: nn.Module, name: str) -> nn.Module:
+    """Return the module that `model.embedding` names; raises ModelError when the model has none of that name."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError as exc:
+        names = ", ".join(each for each, _ in model.named_modules() if each)
+        raise ModelError(f'model.embedding = "{name}": the model has no such module, but {names}') from exc
 
 
 class TaskEmbedding:
@@ -108,3 +115,29 @@ def embedding_of(output: Tensor) -> Tensor:
 
 def _described(value: object) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def build_embedding_source(
+    settings: ModelSettings,
+    strategy: StrategySettings,
+    replay: ReplaySettings,
+    model: nn.Module,
+    task: Task,
+    features: Sequence[str],
+) -> Embeddings | None:
+    """Return the source of embeddings if a strategy or policy needs them: a module of the model, or else the task.
+
+    Raises:
+        ModelError: the model has no such module.
+    """
+    compared = admission_compares(replay.admission) or sampling_compares(replay.sampling)
+    embedding: Embeddings | None = None
+    if not (strategy.kind.embeds or (strategy.kind.replays and compared)):
+        return None
+    if settings.embedding:
+        embedding = Embedding(model, settings.embedding)
+    elif isinstance(task, Embeds):
+        embedding = TaskEmbedding(model, task, features)
+    if embedding is not None:
+        embedding.capture_next()
+    return embedding

@@ -2,10 +2,7 @@
 
 import contextlib
 import functools
-import importlib
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,18 +12,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.failures import device_lost, out_of_memory
-from ingest.events.schema import Label, Schema
-from learner.config import ModelSettings
-from learner.errors import ModelError
-from learner.model.adapter import apply_adapter
-from learner.model.device import Precision
-from learner.model.features.learned import attach_features, features_of
-from learner.model.rng import GeneratorStates
-from learner.model.task import METHODS, TASKS, Task
-from learner.model.trained_set import (
+from anabranch.core.users_code import UsersCodeError, imported, in_one_line
+from anabranch.ingest.events.schema import Label, Schema
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.adapter import Adapter
+from anabranch.learner.model.converter import ModelContext, ModelConverter, convert
+from anabranch.learner.model.device import Precision
+from anabranch.learner.model.features.learned import FeatureLearning, features_of
+from anabranch.learner.model.float8 import Float8
+from anabranch.learner.model.rng import GeneratorStates
+from anabranch.learner.model.task import METHODS, TASKS, Task
+from anabranch.learner.model.trained_set import (
     base_parameters,
     check_views,
     copy_sharing_base,
@@ -34,21 +34,14 @@ from learner.model.trained_set import (
     load_trained,
     trained_state,
 )
-from learner.sections.adapter import AdapterSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.strategies import StrategySettings
 
-_OTHERS = (
-    "<frozen",
-    f"{Path(__file__).parents[1]}/",
-    *(f"{Path(str(module.__file__)).parent}/" for module in (torch, importlib)),
-)
-"""Path prefixes of frames that are not the user's: ours, torch's and those of the import system."""
 _COMPILED = "_orig_mod"
 """The submodule of a module that `torch.compile` returns."""
 FOLDER = "config_folder"
 """The parameter of a factory that gets the config's folder."""
 _GETS_COPIES = ("loss", "score", "distil")
-_LONGEST = 500
-"""Characters of an error that are repeated: some of torch have thousands."""
 _CHECK_ROWS = 3
 """Events of the check at start: more than one, so that an output without the batch dimension is noticed."""
 _ROUNDING = 1e-3
@@ -57,25 +50,16 @@ _ROUNDING_OF_ROWS, _COARSE_ROUNDING = 2e-2, 1e-1
 """The same where more rows run at once, on a CPU in float32, and elsewhere: 8 bits have a scale of their batch."""
 
 
-def build_model(
-    factory: str, args: Mapping[str, Any], folder: Path, adapter: AdapterSettings | None = None
-) -> nn.Module:
-    """Import `module:name`, call it with `args`, and add the adapter; `folder`, the config's, is on the path, last.
+def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Module:
+    """Import `module:name`, and call it with `args`; `folder`, the config's, is on the path, last.
 
     Raises:
-        ModelError: the module or the name is not there, the call fails, what it returns is no `nn.Module` whose
-            weights have their shapes, or the adapter does not fit it.
-        SettingsError: a package that the adapter needs is not installed.
+        ModelError: the module or the name is not there, the call fails, or what it returns is no `nn.Module` whose
+            weights have their shapes.
     """
     build = _imported("model.factory", factory, folder)
-    try:
+    with _users_code(f'model.factory = "{factory}" fails with model.args = {dict(args)}', memory_too=True):
         model = build(**_with_folder(build, args, folder))
-    except AnabranchError:
-        raise
-    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        raise ModelError(
-            f'model.factory = "{factory}" fails with model.args = {dict(args)}: {in_one_line(exc)}'
-        ) from exc
     if not isinstance(model, nn.Module):
         raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
     check_uncompiled(factory, model)
@@ -85,8 +69,6 @@ def build_model(
             f'model.factory = "{factory}": {lazy} has no shape yet, as the lazy modules of torch have it before their '
             "first call: call the model once in the factory, or name its sizes"
         )
-    if adapter is not None:
-        model = apply_adapter(model, adapter)
     return model
 
 
@@ -149,29 +131,70 @@ def _with_folder(build: Callable[..., object], args: Mapping[str, Any], folder: 
 
 
 def build_on_device(
-    settings: ModelSettings, folder: Path, device: torch.device, schema: Schema | None = None
+    settings: ModelSettings,
+    folder: Path,
+    device: torch.device,
+    schema: Schema | None = None,
+    precision: str = "fp32",
 ) -> nn.Module:
-    """Build the model of `[model]` on a device, in its memory format, and decide which tensors are trained.
+    """Build the model of `[model]` on a device, with all of `converters`, and decide which tensors are trained.
 
     With a schema the model takes raw features, and has what is learned of them; without, it takes what its own
     `forward` does.
 
     Raises:
-        ModelError: as `build_model` and `attach_features`, or an attribute is a view of a frozen weight.
+        ModelError: as `build_model` and the converters, or an attribute is a view of a frozen weight.
+        SettingsError: as the converters.
     """
-    model = build_model(settings.factory, settings.args, folder, settings.adapter)
-    keep_evaluation(model)
-    separate_buffers(model)
-    if schema is not None:
-        attach_features(model, schema, device)
-    model = model.to(device)
-    if settings.channels_last:
-        for weight in model.parameters():
-            weight.data = _channels_last(weight.data)
-        model.register_forward_pre_hook(_features_channels_last, with_kwargs=True)
+    model = build_model(settings.factory, settings.args, folder)
+    model = convert(model, converters(settings, precision), ModelContext(device, schema, settings.embedding))
     decide_trained_set(model)
     check_views(model)
     return model
+
+
+def converters(settings: ModelSettings, precision: str = "fp32") -> list[ModelConverter]:
+    """Return what changes the model of `[model]`, in this order; `precision`: of training, without `auto`."""
+    chosen: list[ModelConverter] = []
+    if settings.adapter is not None:
+        chosen.append(Adapter(settings.adapter))
+    chosen += [OnDevice(), FeatureLearning()]
+    if settings.channels_last:
+        chosen.append(ChannelsLast())
+    if precision == "fp8":
+        chosen.append(Float8())
+    return chosen
+
+
+def check_converted(model: nn.Module, settings: ModelSettings, strategy: StrategySettings) -> None:
+    """Check, once the strategy has converted the model too, that all which `converters` has made has its effect.
+
+    Raises:
+        ModelError: as `ModelConverter.check`.
+    """
+    for each in converters(settings):
+        each.check(model, strategy)
+
+
+class OnDevice(ModelConverter):
+    """Moves a model to its device, as one that can be trained: with modes that stay, and separate buffers."""
+
+    @override
+    def convert(self, model: nn.Module, context: ModelContext) -> nn.Module:
+        keep_evaluation(model)
+        separate_buffers(model)
+        return model.to(context.device)
+
+
+class ChannelsLast(ModelConverter):
+    """Stores 4-D weights and features with their channels last."""
+
+    @override
+    def convert(self, model: nn.Module, _context: ModelContext) -> nn.Module:
+        for weight in model.parameters():
+            weight.data = _channels_last(weight.data)
+        model.register_forward_pre_hook(_features_channels_last, with_kwargs=True)
+        return model
 
 
 def _features_channels_last(
@@ -191,23 +214,10 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
     """Return the callable that an import string names; raises ModelError when there is none."""
-    module_name, _, name = reference.partition(":")
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as exc:
-        if exc.name != module_name.partition(".")[0] and exc.name != module_name:
-            raise ModelError(f'{key} = "{reference}": {module_name} imports {exc.name}, which is missing') from exc
-        raise ModelError(
-            f'{key} = "{reference}": no module named {exc.name} in {folder} or on the Python path'
-        ) from exc
-    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        raise ModelError(f'{key} = "{reference}": importing {module_name} fails: {in_one_line(exc)}') from exc
-    member = getattr(module, name, None)
-    if not callable(member):
-        raise ModelError(f'{key} = "{reference}": {module.__file__} has no function {name}')
-    return cast("Callable[..., object]", member)
+        return imported(reference, folder)
+    except UsersCodeError as exc:
+        raise ModelError(f'{key} = "{reference}": {exc}') from exc
 
 
 def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
@@ -238,11 +248,10 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
     Raises:
         ModelError: it fails, its output does not fit, or it writes to a frozen parameter.
     """
-    was_training = model.training
-    before = {name: value.clone() for name, value in trained_state(model).items()}
     frozen = {name: (value, value._version) for name, value in base_parameters(model).items()}
-    try:
-        features = sample(schema, _CHECK_ROWS, device)
+    features = sample(schema, _CHECK_ROWS, device)
+    given = functools.partial(_inputs, model, features)
+    with _unchanged(model), _users_code("model.factory: the model fails on {}", given, memory_too=True):
         with torch.no_grad():
             for training in (False, True):
                 output = forward(model.train(training), features)
@@ -255,14 +264,47 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
             )
         check_rows(model.eval(), task, schema, device)
         return tuple(output.shape[1:])
-    except ModelError:
+
+
+@contextlib.contextmanager
+def _users_code(
+    what: str, given: Callable[[], str] | None = None, *, way_out: str = "", memory_too: bool = False
+) -> Iterator[None]:
+    """Turn whatever the user's code raises in the block into ModelError, with a sentence of `what` and `way_out`.
+
+    Errors of ours pass, and those of memory or the device, unless `memory_too`: `failure_of` finds these as the cause.
+    `given` returns what `what` has a `{}` for.
+    """
+    try:
+        yield
+    except AnabranchError:
         raise
     except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        given = _inputs(model, sample(schema, _CHECK_ROWS, device))
-        raise ModelError(f"model.factory: the model fails on {given}: {in_one_line(exc)}") from exc
+        if not memory_too and (out_of_memory(exc) or device_lost(exc)):
+            raise
+        sentence = what if given is None else what.format(given())
+        raise ModelError(f"{sentence}: {in_one_line(exc)}{way_out}") from exc
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the state of a model, and restore state and mode after the block.
+
+    Raises:
+        ModelError: passes give tensors another shape.
+    """
+    was_training = model.training
+    before = {name: value.clone() for name, value in trained_state(model).items()}
+    sentence = (
+        "model.factory: the forward pass changes buffers in a way that cannot be undone, such as to another shape, and "
+        "versions and checkpoints have one shape"
+    )
+    try:
+        yield before
     finally:
         model.train(was_training)
-        _restore(model, before)
+        with _users_code(sentence):
+            load_trained(model, before)
 
 
 def _inputs(model: nn.Module, features: Mapping[str, Tensor]) -> str:
@@ -273,19 +315,6 @@ def _inputs(model: nn.Module, features: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in inputs.items())
 
 
-def _restore(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Restore the state before a check; raises ModelError where passes give tensors another shape."""
-    try:
-        load_trained(model, before)
-    except RuntimeError as exc:
-        if out_of_memory(exc) or device_lost(exc):
-            raise
-        raise ModelError(
-            "model.factory: the forward pass changes buffers in a way that cannot be undone, such as to another shape, "
-            f"and versions and checkpoints have one shape: {in_one_line(exc)}"
-        ) from exc
-
-
 def check_rows(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> None:
     """Run the model, in evaluation mode, on a single event, and on different events alone and together.
 
@@ -294,14 +323,10 @@ def check_rows(model: nn.Module, task: Task, schema: Schema, device: torch.devic
     """
     with torch.no_grad():
         one = sample(schema, 1, device)
-        try:
+        with _users_code(
+            "model.factory: the model fails on a single event, {}", functools.partial(_inputs, model, one)
+        ):
             output = forward(model, one)
-        except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-            if out_of_memory(exc) or device_lost(exc):
-                raise
-            raise ModelError(
-                f"model.factory: the model fails on a single event, {_inputs(model, one)}: {in_one_line(exc)}"
-            ) from exc
         try:
             task.check(output, schema.label, 1)
         except ModelError as exc:
@@ -377,23 +402,16 @@ def check_copies(model: nn.Module, schema: Schema, device: torch.device) -> None
     Raises:
         ModelError: it cannot be copied, or the copy computes with weights of the original.
     """
-    try:
+    way_out = "; open such objects in forward, or give their class a __deepcopy__"
+    with _users_code("model.factory: the model cannot be copied, which gate and serving do", way_out=way_out):
         copied = copy_sharing_base(model)
-    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        if out_of_memory(exc) or device_lost(exc):
-            raise
-        raise ModelError(
-            f"model.factory: the model cannot be copied, which gate and serving do: {in_one_line(exc)}; open such "
-            "objects in forward, or give their class a __deepcopy__"
-        ) from exc
-    generators, was_training = GeneratorStates(device), model.training
-    before = {name: value.clone() for name, value in trained_state(model).items()}
+    generators = GeneratorStates(device)
     learned = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad}
-    other = {name: value * 1.1 + 0.01 if name in learned else value for name, value in before.items()}
 
     def output(module: nn.Module) -> Tensor:
-        """Return the output with the other weights, and the same random numbers."""
+        """Return the output with other weights, and the same random numbers."""
         load_trained(model, before)
+        other = {name: value * 1.1 + 0.01 if name in learned else value for name, value in before.items()}
         load_trained(module.eval(), other)
         torch.clear_autocast_cache()  # it has the weights of before
         generators.restore()
@@ -401,16 +419,11 @@ def check_copies(model: nn.Module, schema: Schema, device: torch.device) -> None
             return forward(module, features)
 
     try:
-        features, _ = varied(model.eval(), schema, device)
-        expected, found = output(model), output(copied)
-        depends = not _same(expected, found, _ROUNDING) and _same(expected, output(model), _ROUNDING)
-    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        if out_of_memory(exc) or device_lost(exc):
-            raise
-        raise ModelError(f"model.factory: a copy of the model, with other weights, fails: {in_one_line(exc)}") from exc
+        with _unchanged(model) as before, _users_code("model.factory: a copy of the model, with other weights, fails"):
+            features, _ = varied(model.eval(), schema, device)
+            expected, found = output(model), output(copied)
+            depends = not _same(expected, found, _ROUNDING) and _same(expected, output(model), _ROUNDING)
     finally:
-        model.train(was_training)
-        _restore(model, before)
         torch.clear_autocast_cache()
         generators.restore()
     if depends:
@@ -432,29 +445,21 @@ def check_training_pass(
     Raises:
         ModelError: something fails that did not fail in float32 and without gradients.
     """
-    was_training = model.training
-    before = {name: value.clone() for name, value in trained_state(model).items()}
     gradients = {weight: weight.grad for weight in model.parameters()}
-    what = "model.factory: the forward pass"
+    tail, kind = f"fails in training, {_arithmetic(precision)}", type(task).__name__
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with _unchanged(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
             with precision.autocast(device):
-                output_B = forward(model.train(), sample(schema, _CHECK_ROWS, device))
-                what = f"model.task: {type(task).__name__}.loss"
-                loss = _first_that_works(partial(_sum_of_losses, task, output_B, schema.label))
-                what = f"model.task: {type(task).__name__}.score"
-                with torch.no_grad():
+                with _users_code(f"model.factory: the forward pass {tail}"):
+                    output_B = forward(model.train(), sample(schema, _CHECK_ROWS, device))
+                with _users_code(f"model.task: {kind}.loss {tail}"):
+                    loss = _first_that_works(partial(_sum_of_losses, task, output_B, schema.label))
+                with _users_code(f"model.task: {kind}.score {tail}"), torch.no_grad():
                     _first_that_works(partial(_score, task, output_B.detach(), schema.label))
-            what = "model.factory: the backward pass"
-            if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
-    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        if out_of_memory(exc) or device_lost(exc):
-            raise
-        raise ModelError(f"{what} fails in training, {_arithmetic(precision)}: {in_one_line(exc)}") from exc
+            with _users_code(f"model.factory: the backward pass {tail}"):
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
     finally:
-        model.train(was_training)
-        _restore(model, before)
         for weight, gradient in gradients.items():
             weight.grad = gradient
 
@@ -548,10 +553,8 @@ def make_task(name: str, folder: Path = Path()) -> Task:
     if name in TASKS:
         return TASKS[name]()
     build = _imported("model.task", name, folder)
-    try:
+    with _users_code(f'model.task = "{name}" fails', memory_too=True):
         task = build()
-    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        raise ModelError(f'model.task = "{name}" fails: {in_one_line(exc)}') from exc
     lacking = [method for method in METHODS if not callable(getattr(task, method, None))]
     if lacking:
         raise ModelError(f'model.task = "{name}": {type(task).__name__} has no method {lacking[0]}')
@@ -580,14 +583,3 @@ def tensor_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return an error on one line, with the innermost line of the user's code in its traceback, if there is any."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [(name, line) for name, line in frames if not name.startswith(_OTHERS)]
-    location = " ({}, line {})".format(*users[-1]) if users else ""
-    message = " ".join(str(error).split())
-    if len(message) > _LONGEST:
-        message = f"{message[:_LONGEST]} ..."
-    return f"{type(error).__name__}: {message}{location}"

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.failures import device_lost, out_of_memory
-from ingest.events.schema import Schema
-from learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
-from learner.model.factory import in_one_line, sample, tensor_dtype
+from anabranch.core.users_code import in_one_line
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
+from anabranch.learner.model.factory import sample, tensor_dtype
 
 _ZERO_ROWS = 3
 _WINDOW = 1000
@@ -39,12 +40,14 @@ class RaisingEventsError(Exception):
     Attributes:
         indices: of these events, ascending: new events first, replayed ones after them.
         message: the error on the first of them, on one line.
+        of_batch: whether they are all new events of a step, one of which, or of its old events, is the cause.
     """
 
-    def __init__(self, indices: Sequence[int], message: str) -> None:
+    def __init__(self, indices: Sequence[int], message: str, *, of_batch: bool = False) -> None:
         super().__init__(f"the model raises on {len(indices)} events: {message}")
         self.indices = indices
         self.message = message
+        self.of_batch = of_batch
 
 
 def may_be_of_events(error: Exception) -> bool:

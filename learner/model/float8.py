@@ -4,42 +4,48 @@ Micikevicius et al. 2022, "FP8 formats for deep learning"; torchao's scaling by 
 keep their names, their shapes and float32: versions and checkpoints do not depend on it.
 """
 
-import torch
 from torch import nn
+from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
-from learner.errors import ModelError
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.converter import ModelContext, ModelConverter
 
 _MULTIPLE = 16
 """Both sizes of a layer have to be multiples of this."""
 
 
-def use_float8(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with its linear layers replaced by layers that multiply in 8 bits, on the same weights.
+class Float8(ModelConverter):
+    """Replaces a model's linear layers by layers that multiply in 8 bits, on the same weights.
 
-    Call it before hooks are registered: a layer that is replaced loses them. Elsewhere than on CUDA it is emulated.
-
-    Raises:
-        SettingsError: torchao is not installed.
-        ModelError: the model has no linear layer for it.
+    It comes before hooks of layers are registered: a layer that is replaced loses them.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as exc:
-        raise SettingsError(
-            'learner.precision = "fp8" needs torchao: pip install "anabranch[fp8]", or write "bf16"'
-        ) from exc
-    if not any(map(_fits, model.modules())):
-        raise ModelError(
-            f'learner.precision = "fp8": no nn.Linear of the model has sizes that are multiples of {_MULTIPLE}; '
-            'write "bf16"'
+
+    @override
+    def convert(self, model: nn.Module, context: ModelContext) -> nn.Module:
+        """Return the model, in which 8 bits are emulated elsewhere than on CUDA.
+
+        Raises:
+            SettingsError: torchao is not installed.
+            ModelError: the model has no linear layer for it.
+        """
+        try:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        except ImportError as exc:
+            raise SettingsError(
+                'learner.precision = "fp8" needs torchao: pip install "anabranch[fp8]", or write "bf16"'
+            ) from exc
+        if not any(map(_fits, model.modules())):
+            raise ModelError(
+                f'learner.precision = "fp8": no nn.Linear of the model has sizes that are multiples of {_MULTIPLE}; '
+                'write "bf16"'
+            )
+        # Steps have any number of events, which is an inner dimension of the product for a weight's gradient.
+        config = Float8LinearConfig(pad_inner_dim=True, emulate=context.device.type != "cuda")
+        converted: nn.Module = convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, _name: _fits(module)
         )
-    # Steps have any number of events, which is an inner dimension of the product for a weight's gradient.
-    config = Float8LinearConfig(pad_inner_dim=True, emulate=device.type != "cuda")
-    converted: nn.Module = convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, _name: _fits(module)
-    )
-    return converted
+        return converted
 
 
 def _fits(module: nn.Module) -> bool:

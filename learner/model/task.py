@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingest.events.schema import IGNORED, Label
-from learner.errors import ModelError
+from anabranch.ingest.events.schema import IGNORED, Label
+from anabranch.learner.errors import ModelError
 
 METHODS = ("check", "loss", "score", "predict")
 """What every task has."""

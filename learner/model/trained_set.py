@@ -2,23 +2,28 @@
 
 The trained set has the parameters that require a gradient, and the persistent buffers. Everything else of the state
 dict is the base: frozen parameters, and other entries that quantized weights add. A module without a frozen parameter
-has no base.
+has no base. The base is written before the first version or checkpoint that names it.
 
 The base is decided once, after the factory and the adapter. Later changes of `requires_grad` do not move tensors into
 it, and tensors of layers that a module gains later belong to the trained set.
 """
 
 import copy
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from learner.errors import ModelError
+from anabranch.learner.errors import ModelError
+from anabranch.learner.state_dir.bases import Bases
+from anabranch.learner.state_dir.safetensors_file import digest_of, pieces_one_by_one
 
 _BASE = "_base_names"
 """The attribute of a module with the names of its base; a deep copy has it too."""
+_CONSTANTS = "_constants"
+"""The attribute with the numbers of a module that no tensor has; a deep copy has it too."""
 _EXTRA = "_extra_state"
 """The last part of the name of what a module adds to its state dict itself."""
 _MOST_NAMES = 3
@@ -40,6 +45,16 @@ def base_names(module: nn.Module) -> frozenset[str]:
         return frozenset()
     own = (parameters.keys() - frozen) | dict(module.named_buffers(remove_duplicate=False)).keys()
     return frozenset(name for name in module.state_dict() if name not in own and name.rpartition(".")[2] != _EXTRA)
+
+
+def declare_constant(module: nn.Module, what: str, value: float) -> None:
+    """Declare a number on which the weights of a module depend, and which none of its tensors has."""
+    vars(module)[_CONSTANTS] = {**constants(module), what: value}
+
+
+def constants(module: nn.Module) -> dict[str, float]:
+    """Return the declared numbers of a module by what they are; a checkpoint has them, and goes on with no others."""
+    return dict(vars(module).get(_CONSTANTS, {}))
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
@@ -183,3 +198,27 @@ def freeze(module: nn.Module) -> None:
     module.requires_grad_(False)
     vars(module).pop(_BASE, None)
     decide_trained_set(module)
+
+
+log = logging.getLogger(__name__)
+
+
+def base_digest(module: nn.Module) -> str | None:
+    """Return the SHA-256 of the file of a module's base; None where it has none."""
+    tensors = base_state(module)
+    return digest_of(pieces_one_by_one(tensors)) if tensors else None
+
+
+def write_base(bases: Bases, module: nn.Module) -> str | None:
+    """Write the base of a module unless it is there and intact, and return its SHA-256; None where it has no base.
+
+    Raises:
+        OSError: it cannot be written, or the one that is there cannot be read.
+    """
+    sha256 = base_digest(module)
+    if sha256 is not None and not bases.is_intact(sha256):
+        tensors = base_state(module)
+        bases.write(sha256, pieces_one_by_one(tensors))
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        log.info("the frozen weights of the model, %.1f MB, are in %s", size / 1e6, bases.path / sha256)
+    return sha256

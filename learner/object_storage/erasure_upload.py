@@ -18,12 +18,11 @@ from anabranch.core.failures import DamagedError
 from anabranch.core.files import sync_directory
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError, ReplacedError
 from anabranch.core.temporary_files import temporary_folder
-from ingest.events.identity import base_of
-from learner.errors import StorageError
-from learner.object_storage.lease import Lease
-from replay.erasure.erased_events import ByRange, ErasedEvents, Record
-from replay.erasure.erasure_log import NAME, ErasureLog
-from replay.erasure.log_file import SECRET_BYTES, SECRET_FILE, Applied
+from anabranch.ingest.events.identity import base_of
+from anabranch.learner.errors import StorageError
+from anabranch.learner.object_storage.lease import Lease
+from anabranch.replay.erasure.erased_events import ByRange, ErasedEvents, Record
+from anabranch.replay.erasure.erasure_log import NAME, SECRET_BYTES, SECRET_FILE, Applied, ErasureLog
 
 ERASURES = "erasures"
 """Path of the object."""

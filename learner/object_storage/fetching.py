@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -11,18 +10,14 @@ from typing import TypeVar
 
 from anabranch.core.failures import DamagedError, away_is_dependency
 from anabranch.core.files import digest_of_file
-from learner.errors import CheckpointError, MisfitError, VersionError
-from learner.object_storage.bases.fetching import fetch_base
-from learner.object_storage.bucket_folder import link_or_move
-from learner.object_storage.bucket_storage import BucketStorage
-from learner.state_dir.bases import bases_in
-from learner.state_dir.checkpoint import CheckpointManifest, Checkpoints
-from learner.state_dir.folders import MANIFEST, LocalStorage
-from learner.state_dir.manifest_directory import FolderManifest, ManifestDirectory
-from learner.state_dir.version import VERDICT, Versions
+from anabranch.learner.checkpoints.format import Age, CheckpointManifest, Checkpoints
+from anabranch.learner.errors import CheckpointError, MisfitError, VersionError
+from anabranch.learner.object_storage.bases import fetch_base
+from anabranch.learner.object_storage.bucket_storage import BucketStorage, link_or_move
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.state_dir.folders import MANIFEST, PARTIAL, FolderManifest, ManifestDirectory, Storage
+from anabranch.learner.versions.format import VERDICT, Versions
 
-PARTIAL = "fetching"
-"""Name of the folder of files that were fetched by their digests, until their checkpoint or version is complete."""
 _THREADS = 4
 _PROGRESS_SECONDS = 5.0
 _WAIT_SECONDS = 1.0
@@ -31,20 +26,6 @@ _DAMAGED = (CheckpointError, VersionError, DamagedError, FileNotFoundError)
 log = logging.getLogger(__name__)
 
 _M = TypeVar("_M", bound=FolderManifest)
-
-
-Age = tuple[int, int]
-"""Generation and number of a checkpoint: the order in which a restart prefers them."""
-
-
-def age_of(checkpoints: Checkpoints, number: int) -> Age:
-    """Return the age of a checkpoint by its manifest; of generation 0 where that is damaged."""
-    return checkpoints.generation_of(number) or 0, number
-
-
-def newest_age(checkpoints: Checkpoints) -> Age:
-    """Return the age of the newest checkpoint by its manifest; zeros without one."""
-    return max((age_of(checkpoints, number) for number in checkpoints.numbers()), default=(0, 0))
 
 
 def fetch_checkpoint(
@@ -81,7 +62,9 @@ def fetch_versions(source: BucketStorage, local: Versions, while_waiting: Callab
     A version of the state directory is replaced where that of the object store is of a later generation. Raises as
     `fetch_checkpoint`.
     """
-    there, numbers = Versions(local.path, source), source.numbers()
+    there, numbers, head = Versions(local.path, source), source.numbers(), source.table.head
+    if head is None:
+        return
     for number in reversed(numbers):
         with _logged(f"version {number} in {source.bucket.url}"):
             verdict = there.verdict(number)
@@ -92,8 +75,8 @@ def fetch_versions(source: BucketStorage, local: Versions, while_waiting: Callab
             known = local.generation_of(number) if number in local.numbers() else None
             if known is None or known < manifest.generation:
                 if manifest.base is not None:
-                    fetch_base(source.bucket, source.bases(), manifest.base, bases_in(local.path.parent))
-                judged = {} if verdict is None else {VERDICT: source.verdicts()[number]}
+                    fetch_base(source.bucket, head.bases, manifest.base, bases_in(local.path.parent))
+                judged = {} if verdict is None else {VERDICT: head.verdicts[number]}
                 _fetch(source, local, manifest, {**manifest.files, **judged}, while_waiting)
             if not failed:
                 return
@@ -114,7 +97,7 @@ def copy_newest(source: BucketStorage, stored: Checkpoints, while_waiting: Calla
             _download(source, file.path, file.sha256, partial / name.replace("/", "-"))
 
     with _logged(f"checkpoint {number} in {source.bucket.url}"):
-        files = source.files_of(number)
+        files = source.table.files_of(number)
         names = {file.sha256: name for name, file in files.items()}  # each content once
         for path in partial.iterdir():
             if path.name not in names:  # of another checkpoint: there may be no space for both
@@ -133,7 +116,7 @@ def _fetch(
     while_waiting: Callable[[], object] = bool,
 ) -> None:
     """Write a folder with these files, by name with their digests; it replaces one of the same number."""
-    number, objects = manifest.number, source.files_of(manifest.number)
+    number, objects = manifest.number, source.table.files_of(manifest.number)
     there, partial = _files_by_digest(local), local.path.parent / PARTIAL
     partial.mkdir(exist_ok=True)
 
@@ -148,7 +131,7 @@ def _fetch(
                 path.unlink(missing_ok=True)
         link_or_move(_download(source, objects[name].path, digest, partial / name.replace("/", "-")), path)
 
-    with LocalStorage(local.path).publish(number, manifest.generation) as folder:
+    with Storage(local.path).publish(number, manifest.generation) as folder:
         for name in files:
             (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
         what = f"{source.kind.removesuffix('s')} {number} from {source.bucket.url}"
@@ -179,7 +162,7 @@ def fetch_file(
                 same = next((each for each, sha256 in there.manifest(number).files.items() if sha256 == digest), None)
                 if same is None:
                     continue
-                file = source.files_of(number)[same]
+                file = source.table.files_of(number)[same]
                 _in_parallel(
                     f"{what} from {source.bucket.url}",
                     {name: file.size},
@@ -188,11 +171,6 @@ def fetch_file(
                 )
                 return True
     return False
-
-
-def discard_partial(local: Checkpoints) -> None:
-    """Delete the files of fetches that were interrupted."""
-    shutil.rmtree(local.path.parent / PARTIAL, ignore_errors=True)
 
 
 def _download(source: BucketStorage, path: str, digest: str, to: Path) -> Path:

@@ -22,10 +22,11 @@ from typing import Literal
 
 import msgspec
 
-from anabranch.core.failures import DamagedError, damage_is, decoded
+from anabranch.core.failures import damage_is, decoded
 from anabranch.core.files import MOST_BYTES, MOST_NUMBER
 from anabranch.core.object_store.bucket import Bucket
-from learner.errors import StorageError
+from anabranch.core.object_store.tagged_object import TaggedObject
+from anabranch.learner.errors import StorageError
 
 HEAD = "head.json"
 OBJECTS = "objects.json"
@@ -119,40 +120,11 @@ def without_folder(head: BucketHead, kind: Kind, number: int) -> BucketHead:
     return msgspec.structs.replace(head, verdicts=left, **changed)
 
 
-class HeadReader:
-    """Reads the head as it changes. Used by one thread."""
+class HeadReader(TaggedObject[BucketHead | None]):
+    """Reads the head as it changes; its contents are None while there is none."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._tag: str | None = None
-        self.head: BucketHead | None = None
-        """The head that was read last; None while there is none."""
-
-    @property
-    def tag(self) -> str | None:
-        """The tag of the head that was read last."""
-        return self._tag
-
-    def poll(self) -> bool:
-        """Read the head if it has changed, and return whether it has.
-
-        Raises:
-            BucketAwayError: the object store cannot be reached.
-            StorageError: the head cannot be used.
-        """
-        try:
-            found = self._bucket.read_changed(HEAD, self._tag, MOST_BYTES)
-        except DamagedError as exc:
-            raise StorageError(str(exc)) from exc
-        except FileNotFoundError:
-            changed = self.head is not None
-            self.head, self._tag = None, None
-            return changed
-        if found is None:
-            return False
-        content, tag = found
-        self.head, self._tag = decode_head(self._bucket, content), tag
-        return True
+        super().__init__(bucket, HEAD, lambda content: decode_head(bucket, content), None, StorageError, MOST_BYTES)
 
 
 def decode_head(bucket: Bucket, content: bytes) -> BucketHead:

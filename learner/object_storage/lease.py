@@ -19,8 +19,9 @@ import msgspec
 from anabranch.core.backoff import Backoff
 from anabranch.core.files import MOST_NUMBER
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError, ReplacedError
-from learner.errors import SecondLearnerError, StorageError
-from learner.object_storage.head import HEAD, BucketHead, HeadReader
+from anabranch.core.periodic_thread import PeriodicThread
+from anabranch.learner.errors import SecondLearnerError, StorageError
+from anabranch.learner.object_storage.head import HEAD, BucketHead, HeadReader
 
 _RENEWALS = 4
 """Renewals within the time of a lease."""
@@ -28,7 +29,7 @@ _POLL_SECONDS = 0.25
 _MOST_ATTEMPTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(milliseconds=20), timedelta(seconds=1)
 """Between attempts to replace a head that is another one each time."""
-_STOP_SECONDS = 3.0
+_STOP_PATIENCE = timedelta(seconds=3)
 """Longest wait for a request that is under way when the lease is released."""
 
 log = logging.getLogger(__name__)
@@ -48,13 +49,13 @@ class PrefixOwner(NamedTuple):
             raise StorageError(f'{url} has the state of {other}; give "{self.name}" another storage.url')
 
 
-_NOBODY = PrefixOwner()
+NOBODY = PrefixOwner()
 
 
 class Lease:
     """The head of a prefix while this learner holds it; a context manager that renews it. Used by several threads."""
 
-    def __init__(self, bucket: Bucket, lease: timedelta, holder: str, owner: PrefixOwner = _NOBODY) -> None:
+    def __init__(self, bucket: Bucket, lease: timedelta, holder: str, owner: PrefixOwner = NOBODY) -> None:
         """Take the objects, `storage.lease`, the id of the state directory, whose lock is held, and the pipeline."""
         self._bucket = bucket
         self._every = lease.total_seconds() / _RENEWALS
@@ -64,10 +65,9 @@ class Lease:
         self._head: BucketHead | None = None
         self._tag: str | None = None
         self._fenced: SecondLearnerError | None = None
-        self._bug: Exception | None = None
+        self._bug: BaseException | None = None
         self._released = False
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: PeriodicThread | None = None
         self.away_since: float | None = None
         """Since when the lease could not be renewed, by `time.monotonic`; None while it is renewed."""
 
@@ -82,8 +82,8 @@ class Lease:
         """The generation of this learner; it grows when a folder is written again."""
         return self.head.generation
 
-    def take(self, known: int, stop: threading.Event | None = None) -> int:
-        """Take the lease, and return the new generation.
+    def acquire(self, known: int, stop: threading.Event | None = None) -> int:
+        """Acquire the lease, and return the new generation.
 
         One that was released, or that a learner of the same state directory held, is taken at once: the lock of the
         state directory proves that it has ended. Another one is taken once it was not renewed for its time.
@@ -100,12 +100,12 @@ class Lease:
         reader = HeadReader(self._bucket)
         reader.poll()
         for attempt in _attempts(stop):
-            head = reader.head
+            head = reader.contents
             if head is not None:
                 self._owner.check(head, self._bucket.url)
             if head is not None and not head.released and head.holder != self._holder:
                 self._wait_silent(reader, stop)
-                head = reader.head
+                head = reader.contents
             try:
                 self._head, self._tag = self._written(head, reader.tag, known)
             except ReplacedError as exc:  # another learner was quicker
@@ -153,16 +153,15 @@ class Lease:
         raise AssertionError
 
     def __enter__(self) -> "Lease":
-        self._thread = threading.Thread(target=self._renew, name="storage-lease", daemon=True)
+        first = timedelta(seconds=self._every)
+        self._thread = PeriodicThread("storage-lease", self._renew, _STOP_PATIENCE, first=first, ended=self._ended)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end.set()
         if self._thread is not None:
-            self._thread.join(_STOP_SECONDS)
-        is_alive = self._thread is not None and self._thread.is_alive()
-        if self.away_since is None and not is_alive:
+            self._thread.stop()
+        if self.away_since is None and (self._thread is None or not self._thread.alive):
             with contextlib.suppress(SecondLearnerError, OSError):
                 self.update(lambda head: msgspec.structs.replace(head, released=True))
         self._released = True
@@ -173,24 +172,24 @@ class Lease:
         One change begins the wait again: the last request of a learner that was killed may arrive late. A living one
         changes the head several times within a lease.
         """
-        assert reader.head is not None
+        assert reader.contents is not None
         log.info(
             "the learner of another state_dir held %s last; waiting %g s for a sign of it",
             self._bucket.url,
             self._lease.total_seconds(),
         )
-        beat, changes, end = reader.head.beat, 0, time.monotonic() + self._lease.total_seconds()
+        beat, changes, end = reader.contents.beat, 0, time.monotonic() + self._lease.total_seconds()
         while time.monotonic() < end:
             if stop is not None and stop.wait(_POLL_SECONDS):
                 raise SecondLearnerError(f"stopped while {self._bucket.url} was held by another learner")
             if stop is None:
                 time.sleep(_POLL_SECONDS)
             reader.poll()
-            if reader.head is None or reader.head.released:
+            if reader.contents is None or reader.contents.released:
                 return
-            if reader.head.beat == beat:
+            if reader.contents.beat == beat:
                 continue
-            beat, changes, end = reader.head.beat, changes + 1, time.monotonic() + self._lease.total_seconds()
+            beat, changes, end = reader.contents.beat, changes + 1, time.monotonic() + self._lease.total_seconds()
             if changes > 1:
                 raise SecondLearnerError(
                     f"another learner is at work in {self._bucket.url}; stop it first, or give this pipeline another "
@@ -198,31 +197,24 @@ class Lease:
                 )
 
     def _written(self, head: BucketHead | None, tag: str | None, known: int) -> tuple[BucketHead, str]:
-        if head is None or tag is None:
-            new = BucketHead(
-                generation=known + 1,
-                holder=self._holder,
-                process=self._process,
-                pipeline=self._owner.name,
-                topics=list(self._owner.topics),
-            )
-            return new, self._bucket.create(HEAD, msgspec.json.encode(new))
-        if not 0 <= head.generation < MOST_NUMBER:
+        before = BucketHead(generation=known, holder=self._holder) if head is None else head
+        if not 0 <= before.generation < MOST_NUMBER:
             raise StorageError(
-                f"{self._bucket.url}/{HEAD} is of generation {head.generation}, which no learner writes; restore an "
+                f"{self._bucket.url}/{HEAD} is of generation {before.generation}, which no learner writes; restore an "
                 "earlier one, or use another storage.url"
             )
         new = msgspec.structs.replace(
-            head,
-            generation=max(head.generation, known) + 1,
+            before,
+            generation=max(before.generation, known) + 1,
             holder=self._holder,
             process=self._process,
-            pipeline=self._owner.name or head.pipeline,
-            topics=list(self._owner.topics) or head.topics,
-            beat=head.beat + 1,
+            pipeline=self._owner.name or before.pipeline,
+            topics=list(self._owner.topics) or before.topics,
+            beat=before.beat + 1,
             released=False,
         )
-        return new, self._bucket.replace(HEAD, msgspec.json.encode(new), tag)
+        content = msgspec.json.encode(new)
+        return new, self._bucket.create(HEAD, content) if tag is None else self._bucket.replace(HEAD, content, tag)
 
     def _refusal(self, exc: ReplacedError) -> BucketAwayError:
         return BucketAwayError(f"{exc}, {_MOST_ATTEMPTS} times in a row; does the store support conditional writes?")
@@ -235,30 +227,30 @@ class Lease:
         reader = HeadReader(self._bucket)
         reader.poll()
         assert self._head is not None
-        if reader.head is None or reader.head.process != self._process:
+        if reader.contents is None or reader.contents.process != self._process:
             self._fenced = SecondLearnerError(
                 f"another learner has taken {self._bucket.url} since this one, of generation {self._head.generation}, "
                 "last renewed its lease; this one ends"
             )
             raise self._fenced
-        if reader.head.beat < self._head.beat:
+        if reader.contents.beat < self._head.beat:
             raise BucketAwayError(f"{self._bucket.url}/{HEAD} was read as it had been before; it is read again later")
-        self._head, self._tag = reader.head, reader.tag
+        self._head, self._tag = reader.contents, reader.tag
 
-    def _renew(self) -> None:
-        while not self._end.wait(self._every):
-            try:
-                self.update(lambda head: head)
-            except SecondLearnerError as exc:
-                log.error("%s", exc)  # noqa: TRY400 the sentence is complete
-                return
-            except (OSError, StorageError) as exc:
-                if self.away_since is None:
-                    self.away_since = time.monotonic()
-                    log.warning("the lease cannot be renewed for now: %s", exc)
-            except Exception as exc:  # a bug, which `check` raises
-                self._bug = exc
-                raise
+    def _renew(self) -> float:
+        try:
+            self.update(lambda head: head)
+        except (OSError, StorageError) as exc:
+            if self.away_since is None:
+                self.away_since = time.monotonic()
+                log.warning("the lease cannot be renewed for now: %s", exc)
+        return self._every
+
+    def _ended(self, exc: BaseException) -> None:
+        if isinstance(exc, SecondLearnerError):
+            log.error("%s", exc)
+        else:  # a bug, which `check` raises
+            self._bug = exc
 
 
 def _attempts(stop: threading.Event | None) -> Iterator[int]:

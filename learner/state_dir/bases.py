@@ -11,20 +11,21 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from anabranch.core.atomic_files import write_durably
 from anabranch.core.failures import DamagedError, damage_is
-from anabranch.core.files import digest_of_file, sync_directory
-from learner.errors import VersionError
-from learner.state_dir.folders import BASE_FILE, BASES, LocalFolder
-from learner.state_dir.manifest_directory import SHOWN
+from anabranch.core.files import digest_of_file, file_parts, sync_directory
+from anabranch.learner.errors import VersionError
+from anabranch.learner.state_dir.folders import BASE_FILE, BASES, SHOWN, Folder, FolderManifest, ManifestDirectory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 _TEMPORARY = ".tmp-"
+
+_M = TypeVar("_M", bound=FolderManifest)
 
 
 class Bases:
@@ -55,7 +56,7 @@ class Bases:
         """
         path = self.file(sha256)
         try:
-            digest = digest_of_file(LocalFolder(path.parent).local(BASE_FILE))
+            digest = digest_of_file(Folder(path.parent).local(BASE_FILE))
         except (FileNotFoundError, NotADirectoryError) as exc:
             raise DamagedError(f"{path} does not exist") from exc
         if digest != sha256:
@@ -77,7 +78,7 @@ class Bases:
             VersionError: it is missing or damaged.
             OSError: it cannot be read for now.
         """
-        from learner.state_dir.safetensors_file import TensorFile
+        from anabranch.learner.state_dir.safetensors_file import TensorFile
 
         with damage_is(VersionError, f"its base {sha256[:SHOWN]!r} cannot be used"):
             return dict(TensorFile(self.checked(sha256)))
@@ -130,3 +131,12 @@ class Bases:
 def bases_in(state_dir: Path) -> Bases:
     """Return the bases of a state directory."""
     return Bases(state_dir / BASES)
+
+
+def copy_base(directory: ManifestDirectory[_M], manifest: _M, target: Path) -> None:
+    """Copy the frozen weights that a manifest names into another state directory, once."""
+    bases = bases_in(target)
+    if manifest.base is not None and manifest.base not in bases.digests():
+        path = directory.checked_base(manifest)
+        assert path is not None
+        bases.write(manifest.base, file_parts(path))

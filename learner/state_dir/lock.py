@@ -16,7 +16,7 @@ from pathlib import Path
 from anabranch.core.atomic_files import replace_file
 from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.core.failures import state_errors
-from learner.errors import SecondLearnerError, StateBusyError
+from anabranch.learner.errors import SecondLearnerError, StateBusyError
 
 LOCK = "learner.lock"
 GENERATION = "generation"
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def hold_state_directory(
+def lock_state_directory(
     path: Path,
     stop: threading.Event | None = None,
     patience: timedelta = timedelta(0),
@@ -82,7 +82,7 @@ def hold_state_directory(
         os.close(descriptor)
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Return whether a learner or a command holds the lock, without waiting and without creating its file."""
     try:
         with (path / LOCK).open("rb") as file:
@@ -108,9 +108,9 @@ def check_generation(path: Path, generation: int) -> None:
 
 
 def write_generation(path: Path, generation: int) -> None:
-    """Let the holder of a state directory have a later generation than `hold_state_directory` has returned.
+    """Let the holder of a state directory have a later generation than `lock_state_directory` has returned.
 
-    Raises as `hold_state_directory` where it cannot be written.
+    Raises as `lock_state_directory` where it cannot be written.
     """
     with state_errors(f"{path / GENERATION} cannot be written"):
         replace_file(path / GENERATION, str(generation).encode())

@@ -11,7 +11,7 @@ UNPUBLISHED: dict[str, Any] = {
         "channels_last": True,
         "teacher": {"url", "token", "ca", "timeout", "request_rows", "retries"},
     },
-    "replay": {"redis": {"url"}, "device_memory": True},
+    "replay": {"redis": {"url"}, "device_memory": True, "tiers": True},
     "stream": {
         "bootstrap_servers": True,
         "dead_letter_topic": True,
@@ -46,7 +46,8 @@ class VersionOrigin(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     """The settings on which weights depend, by dotted key."""
     code: dict[str, str]
-    """SHA-256 of the file of each module that builds the model, or is its task or teacher, by the module's name."""
+    """SHA-256 of the file of each module that builds the model, or is its task or teacher, or has a class that other
+    settings name, by the module's name."""
     packages: dict[str, str]
     """Versions of Python, torch, numpy and Anabranch."""
     device: str

@@ -9,9 +9,7 @@ torch.
 """
 
 import contextlib
-import fcntl
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +18,8 @@ import msgspec
 from anabranch.core.atomic_files import replace_file
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
-from anabranch.core.files import MOST_BYTES, read_file
+from anabranch.core.files import MOST_BYTES, locked_file, read_file
+from anabranch.core.files import stamp_of as stamp_of_file
 
 NAME = "undo.json"
 LOCK = "undo.lock"
@@ -149,24 +148,14 @@ def copy_records(state_dir: Path, target: Path, through: int) -> Sequence[UndoRe
     return records
 
 
-@contextlib.contextmanager
-def changing(state_dir: Path) -> Iterator[None]:
-    """Hold the lock under which records are appended, and a learner deletes checkpoints; raises OSError."""
-    descriptor = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+def changing(state_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Lock the file of records while one is appended, or a learner deletes checkpoints; raises OSError."""
+    return locked_file(state_dir / LOCK)
 
 
 def stamp_of(state_dir: Path) -> object:
     """Return a value that changes when the file is replaced; None where it is missing or cannot be read."""
-    try:
-        status = (state_dir / NAME).stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
+    return stamp_of_file(state_dir / NAME)
 
 
 def ranges_of(offsets: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, OffsetRanges]:

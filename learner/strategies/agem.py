@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
-from learner.strategies.examples import Examples, concat, split_like
+from anabranch.learner.settings.strategies import KINDS
+from anabranch.learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
+from anabranch.learner.strategies.examples import Examples, concat, split_like
 
 
 @dataclass(frozen=True)
@@ -22,26 +24,27 @@ class ProjectedGradient(Strategy):
     A-GEM: Chaudhry et al. 2019, "Efficient lifelong learning with A-GEM".
     """
 
+    kind = KINDS["agem"]
     sees_classes = False
 
-    def on_step_start(self) -> None:
-        """Discard the old events' gradient."""
+    @override
+    def reset(self) -> None:
         self._reference: tuple[Tensor, ...] = ()
 
-    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Return the mean loss of the new events, and that of the old ones separately for `backward`."""
+    @override
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], step: StepWeights) -> MicroBatchLoss:
         everything, loss = [new, *old], self.learner.task.loss
         output, *outputs = split_like(forward(concat(everything).features), everything)
-        total = weighted(loss(output, new.label_B), new.weight_B, whole.new)
+        total = weighted(loss(output, new.label_B), new.weight_B, step.new)
         if not old:
             return _TwoLosses(total, output.detach())
         losses = [loss(output_R, each.label_B) for output_R, each in zip(outputs, old, strict=True)]
-        parts = [weighted(*each) for each in zip(losses, (each.weight_B for each in old), whole.old, strict=True)]
+        parts = [weighted(*each) for each in zip(losses, (each.weight_B for each in old), step.old, strict=True)]
         known = [each.detach() for each in losses]
         return _TwoLosses(total, output.detach(), known, reference=torch.stack(parts).sum())
 
+    @override
     def backward(self, loss: MicroBatchLoss, scaled: Callable[[Tensor], Tensor]) -> None:
-        """Add the gradients of both losses, with the same scale."""
         total = loss.total
         if isinstance(loss, _TwoLosses) and loss.reference is not None:
             gradients = torch.autograd.grad(
@@ -56,9 +59,9 @@ class ProjectedGradient(Strategy):
             total = total * (1 + 0 * _sum(gradients))
         scaled(total).backward()  # type: ignore[no-untyped-call]
 
+    @override
     @torch.no_grad()
     def transform_gradients(self, scale: Tensor | float) -> None:
-        """Remove the component that opposes the old events' gradient; both gradients are averaged over the ranks."""
         if not self._reference:
             return
         reference = self._reference

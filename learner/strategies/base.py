@@ -8,6 +8,7 @@ samples, each with its own number of events: most strategies ask for one, DER++ 
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +17,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ingest.events.schema import Schema
-from learner.config import ModelSettings
-from learner.model.task import Task
-from learner.strategies.examples import Examples, Tensors
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import out_of_memory
+from anabranch.core.users_code import in_one_line, name_of
+from anabranch.learner.model.converter import ModelConverter
+from anabranch.learner.model.task import Task
+from anabranch.learner.settings.strategies import StrategyKind
+from anabranch.learner.strategies.examples import Examples, Tensors
+
+log = logging.getLogger(__name__)
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 """Runs the model on features by name, `[B, ...]`; returns its output."""
@@ -61,12 +67,15 @@ class MicroBatchLoss:
         output_B: the model's output for the new events, without a gradient.
         old: the loss of each event, by sample, float `[R]` without a gradient; empty when nothing was sampled.
         new_B: the task's loss of each new event, `[B]` without a gradient; None: the trainer computes it.
+        divisors: what the sums of weighted losses are divided by in `total`, of new events and of each sample; None: by
+            the weights of the step.
     """
 
     total: Tensor
     output_B: Tensor
     old: Sequence[Tensor] = ()
     new_B: Tensor | None = None
+    divisors: Sequence[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,35 +114,25 @@ class StrategyContext:
         return tuple(each for each in self.model.parameters() if each.requires_grad)
 
 
-class Strategy:
+class Strategy(ModelConverter):
     """Base class of strategies: a step without replay state, whose `loss` a subclass has to implement.
+
+    One whose model grows converts it, in the learner, and in serving before weights are loaded.
 
     The first forward pass of `loss` has to be over the new events, followed by the replayed ones if there are any:
     embeddings are taken from it, and the weights of events whose label has not come apply to it.
     """
 
-    replays: ClassVar[bool] = True
-    """Whether old events are sampled."""
-    keeps_output: ClassVar[bool] = False
-    """Whether the store keeps the model's output with each event."""
+    kind: ClassVar[StrategyKind] = StrategyKind()
+    """Its entry of the catalog `learner.settings.strategies.KINDS`."""
     teaches_old: ClassVar[bool] = False
     """Whether old events are trained on by their labels, so that the teacher's outputs for them are stored and used."""
     tasks: ClassVar[frozenset[str]] = frozenset()
     """The tasks that it supports; empty: any."""
     sees_classes: ClassVar[bool] = True
     """Whether it uses which classes are among the new events of a step."""
-    embeds: ClassVar[bool] = False
-    """Whether it needs embeddings."""
-    picks: ClassVar[bool] = False
-    """Whether `select` chooses among the old events."""
-    learns_gradient: ClassVar[bool] = True
-    """Whether the optimizer takes a step; if not, `after_step` updates the model."""
     warning: str | None = None
     """One sentence for `/healthz` when it cannot go on as its arguments ask for."""
-
-    def extend(self, _model: nn.Module, _settings: ModelSettings, _schema: Schema, _device: torch.device, /) -> None:
-        """Add to a freshly built model what the strategy trains; called in the learner, and in serving before weights
-        are loaded."""
 
     def setup(self, learner: StrategyContext) -> None:
         """Keep the parts of the learner that it uses; called once, before the first step."""
@@ -141,7 +140,7 @@ class Strategy:
 
     def samples(self, replayed: int) -> tuple[int, ...]:
         """Return the size of each sample of a step that replays `replayed` events."""
-        return (replayed,) if self.replays else ()
+        return (replayed,) if self.kind.replays else ()
 
     def select(self, _forward: Forward, _new: Examples, _old: Sequence[Examples], /) -> Sequence[Tensor] | None:
         """Choose which of the old events to train on: int64 indices for each sample; None: all. Called once per step.
@@ -151,24 +150,17 @@ class Strategy:
         """
         return None
 
-    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights, /) -> MicroBatchLoss:
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], step: StepWeights, /) -> MicroBatchLoss:
         """Return the loss of a micro-batch; `old` is empty when nothing was sampled."""
         raise NotImplementedError
-
-    def teacher_weights(self, whole: StepWeights, /) -> Sequence[Tensor]:
-        """Return what the teacher's part of the loss of new events, and that of each sample, is divided by."""
-        return [whole.new, *whole.old]
 
     def backward(self, loss: MicroBatchLoss, scaled: Callable[[Tensor], Tensor], /) -> None:
         """Add a micro-batch's gradient to that of the step; `scaled` multiplies by fp16's loss scale."""
         scaled(loss.total).backward()  # type: ignore[no-untyped-call]
 
-    def on_step_start(self) -> None:
-        """Prepare for a step, or for its retry: discard everything that `backward` has added."""
-
-    def give_up(self) -> None:
+    def reset(self) -> None:
         """Undo what the passes since the last `after_step` have changed in the strategy or the model, besides gradients
-        and buffers: the step is not taken. May be called several times."""
+        and buffers. Called before each attempt of a step, and where none is taken."""
 
     def transform_gradients(self, scale: Tensor | float, /) -> None:
         """Change the gradients of the whole step, which are averaged over the ranks and no longer scaled.
@@ -200,11 +192,118 @@ class Strategy:
         """Restore the state of a checkpoint of the same strategy."""
 
 
+def saved_state(strategy: Strategy) -> dict[str, Any]:
+    """Return the state of a strategy for a checkpoint, besides tensors, with the name of its class, as JSON values."""
+    return {"class": name_of(type(strategy)), **strategy.state()}
+
+
+def restore_strategy(strategy: Strategy, tensors: Tensors, state: Mapping[str, Any]) -> None:
+    """Restore a strategy from its tensors and `saved_state`, unless these are of another class.
+
+    Raises:
+        ValueError: the class, which may be the user's, refuses the state.
+    """
+    now, before = name_of(type(strategy)), state.get("class")
+    if before == now:
+        try:
+            strategy.restore(tensors, state)
+        except Exception as exc:
+            if isinstance(exc, RuntimeError) and out_of_memory(exc):
+                raise
+            raise ValueError(f"the strategy {now} refuses its state: {in_one_line(exc)}") from exc
+    elif before is not None:
+        log.info("the checkpoint was made under the strategy %s: %s starts without state", before, now)
+
+
+ComputeLoss = Callable[[Forward, Examples, Sequence[Examples], StepWeights], MicroBatchLoss]
+"""Computes the loss of a micro-batch, as `Strategy.loss` does."""
+
+
+class LossWrapper:
+    """Wraps the loss of any strategy that learns by gradients, such as to add a part to it. Keeps no state."""
+
+    def weigh(self, events: Examples) -> Examples:
+        """Return new or old events of a step with their final weights, before the weights of the step are summed."""
+        return events
+
+    def loss(
+        self, compute: ComputeLoss, forward: Forward, new: Examples, old: Sequence[Examples], step: StepWeights
+    ) -> MicroBatchLoss:
+        """Return the loss of a micro-batch, of which `compute` returns what is within this wrapper."""
+        raise NotImplementedError
+
+
 def overrides(strategy: Strategy, method: str) -> bool:
     """Return whether a strategy has its own method of this name: those that do nothing need not be called."""
     return getattr(type(strategy), method) is not getattr(Strategy, method)
 
 
-def weighted(loss_B: Tensor, weight_B: Tensor, whole: Tensor) -> Tensor:
-    """Return a micro-batch's part of a weighted mean; `whole` is the sum of all weights of the step."""
-    return (loss_B * weight_B).sum() / whole.clamp_min(torch.finfo(weight_B.dtype).tiny)
+def weighted(loss_B: Tensor, weight_B: Tensor, total: Tensor) -> Tensor:
+    """Return a micro-batch's part of a weighted mean; `total` is the sum of all weights of the step."""
+    return (loss_B * weight_B).sum() / total.clamp_min(torch.finfo(weight_B.dtype).tiny)
+
+
+_FAR = 16.0
+_SPREAD = 0.1
+"""How far the logarithm of the usual length moves in one step at most."""
+
+
+def shortened(
+    vector_BD: Tensor,
+    weight_B: Tensor,
+    usual: Tensor,
+    reduce: Callable[[Sequence[Tensor]], None] = lambda _tensors: None,
+) -> Tensor:
+    """Return vectors, none of which is far longer than usual; those that are not finite become 0.
+
+    An event whose embedding, or gradient, is a million times as long as the others would decide a class mean, a
+    covariance or an importance alone. Its vector is shortened to 16 times the usual length, which is a median that
+    follows the stream by a step for each batch (Robbins & Monro 1951).
+
+    Args:
+        vector_BD: of the events of a step.
+        weight_B: of the events; those of weight 0 have no part in what is usual.
+        usual: their usual length, a scalar on their device, 0 before the first step; it is updated in place.
+        reduce: averages tensors over the ranks, where each has other events, and all have to agree.
+    """
+    vector_BD = torch.where(vector_BD.isfinite().all(dim=1, keepdim=True), vector_BD, 0.0)
+    length_B, counts_B = torch.linalg.vector_norm(vector_BD, dim=1).to(usual.dtype), (weight_B > 0).to(usual.dtype)
+    middle = length_B.median() if len(length_B) else torch.zeros_like(usual)
+    sums = torch.stack([middle * counts_B.sum(), ((length_B > usual) * counts_B).sum(), counts_B.sum()])
+    reduce([sums])
+    first, above = sums[:2] / sums[2].clamp_min(1e-300)
+    moved = torch.where(usual > 0, usual * (_SPREAD * (2 * above - 1)).exp(), first)
+    usual.copy_(torch.where(sums[2] > 0, moved, usual))
+    factor_B = torch.where(length_B > _FAR * usual, _FAR * usual / length_B.clamp_min(1e-300), 1.0)
+    return vector_BD * factor_B[:, None].to(vector_BD.dtype)
+
+
+def check_float64(device: torch.device) -> None:
+    """Raise SettingsError where a device has no float64, in which sums over classes are kept."""
+    if device.type == "mps":
+        raise SettingsError('learner.strategy needs float64, which MPS does not support; set learner.device = "cpu"')
+
+
+def add_to_class_sums(
+    totals: Sequence[Tensor], embeddings: Sequence[Tensor], new: Examples, usual: Tensor, learner: StrategyContext
+) -> None:
+    """Add the new events of a step, on all ranks, to sums over the events of each class, in place.
+
+    Args:
+        totals: the sums of weights `[C]`, of weighted embeddings `[C, D]`, and of the weighted products of embeddings
+            `[D, D]` if there is a third; all float64.
+        embeddings: of the events, one part for each micro-batch.
+        new: the events.
+        usual: the usual length of an embedding, as for `shortened`.
+        learner: averages over the ranks.
+    """
+    embedding_BD = shortened(torch.cat(list(embeddings)).double(), new.weight_B, usual, learner.reduce)
+    weight_B1 = new.weight_B.double()[:, None]
+    count_C, sum_CD, *product_DD = map(torch.zeros_like, totals)
+    count_C.index_add_(0, new.label_B, weight_B1[:, 0])
+    sum_CD.index_add_(0, new.label_B, weight_B1 * embedding_BD)
+    parts = [count_C, sum_CD, *((weight_B1 * embedding_BD).T @ embedding_BD for _ in product_DD)]
+    learner.reduce(parts)
+    for total, part in zip(totals, parts, strict=True):
+        # The sum, not the mean: a checkpoint may be restored on another number of ranks.
+        total += part * learner.ranks

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
-from learner.strategies.examples import Examples, concat, split_like
+from anabranch.learner.settings.strategies import KINDS
+from anabranch.learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
+from anabranch.learner.strategies.examples import Examples, concat, split_like
 
 
 class DarkReplay(Strategy):
@@ -15,45 +17,48 @@ class DarkReplay(Strategy):
     DER: Buzzega et al. 2020, "Dark experience for general continual learning: a strong, simple baseline".
     """
 
-    keeps_output = True
+    kind = KINDS["der"]
     sees_classes = False
 
     def __init__(self, *, alpha: float = 0.3) -> None:
         """Take the weight of the old events' outputs; the default is the paper's for Split-CIFAR-10."""
         self._alpha = alpha
 
-    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Return the mean loss of the new events, plus `alpha` times the drift of the old ones' outputs."""
+    @override
+    def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], step: StepWeights) -> MicroBatchLoss:
         everything, loss = [new, *old], self.learner.task.loss
         output, *outputs = split_like(forward(concat(everything).features), everything)
-        total = weighted(loss(output, new.label_B), new.weight_B, whole.new)
+        total = weighted(loss(output, new.label_B), new.weight_B, step.new)
         losses = []
         for index, (each, output_R) in enumerate(zip(old, outputs, strict=True)):
-            total = total + self._rehearsed(index, output_R, each, whole.old[index])
+            total = total + self._rehearsed(index, output_R, each, step.old[index])
             losses.append(loss(output_R.detach(), each.label_B))
         return MicroBatchLoss(total, output.detach(), losses)
 
-    def _rehearsed(self, _index: int, output_R: Tensor, old: Examples, whole: Tensor) -> Tensor:
+    def _rehearsed(self, _index: int, output_R: Tensor, old: Examples, total: Tensor) -> Tensor:
         """Return a sample's part of the loss."""
-        return self._alpha * weighted(moved(output_R, old.output_B), old.weight_B, whole)
+        return self._alpha * weighted(moved(output_R, old.output_B), old.weight_B, total)
 
 
 class DarkReplayPlus(DarkReplay):
     """Learns from the labels of other old events as well (DER++, of the same paper)."""
+
+    kind = KINDS["der++"]
 
     def __init__(self, *, alpha: float = 0.1, beta: float = 0.5) -> None:
         """Take the weights of the old events' outputs and labels; the defaults are the paper's for Split-CIFAR-10."""
         super().__init__(alpha=alpha)
         self._beta = beta
 
+    @override
     def samples(self, replayed: int) -> tuple[int, ...]:
-        """Return two sizes: a sample for the outputs, and one for the labels."""
         return replayed, replayed
 
-    def _rehearsed(self, index: int, output_R: Tensor, old: Examples, whole: Tensor) -> Tensor:
+    @override
+    def _rehearsed(self, index: int, output_R: Tensor, old: Examples, total: Tensor) -> Tensor:
         if index == 0:
-            return super()._rehearsed(index, output_R, old, whole)
-        return self._beta * weighted(self.learner.task.loss(output_R, old.label_B), old.weight_B, whole)
+            return super()._rehearsed(index, output_R, old, total)
+        return self._beta * weighted(self.learner.task.loss(output_R, old.label_B), old.weight_B, total)
 
 
 def moved(output_R: Tensor, before_R: Tensor | None) -> Tensor:

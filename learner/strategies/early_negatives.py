@@ -16,35 +16,20 @@ Then the versions would predict b: every tool that reads a version would have to
 Legend: B new events, N all events of a pass.
 """
 
-from collections.abc import Mapping
-from enum import IntEnum
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
-from ingest.events.block import Array
-from ingest.events.schema import Label
-from learner.model.task import Classification, Task
-from learner.strategies.base import Forward, Strategy
-from learner.strategies.er_ace import AsymmetricReplay
-
-EARLY = "early"
-"""A column of the events of a step, uint8 `[B]` with values of `Early`; without it, all events are PLAIN."""
-
-
-class Early(IntEnum):
-    """How far the label of an event in a step is known."""
-
-    PLAIN = 0
-    """It is final, and the event was not trained on before."""
-    NEGATIVE = 1
-    """It has not come: the event is trained on as a negative."""
-    CORRECTED = 2
-    """It has come and is positive: the event, which was trained on as a NEGATIVE, is trained on as a positive."""
-    TAKEN_BACK = 3
-    """It has come after the event was trained on as a plain negative when it timed out, and is positive."""
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.schema import Label
+from anabranch.learner.model.task import Classification, Task
+from anabranch.learner.strategies.base import ComputeLoss, Forward, LossWrapper, MicroBatchLoss, StepWeights, Strategy
+from anabranch.learner.strategies.er import AsymmetricReplay
+from anabranch.learner.strategies.examples import EARLY, Early, Examples
 
 
 def trained_first(columns: Mapping[str, Array], output_B: Tensor | None) -> tuple[Mapping[str, Array], Tensor | None]:
@@ -76,7 +61,7 @@ def check_early(task: Task, label: Label, strategy: Strategy, name: str) -> None
             f"{setting} trains on events as negatives until their label comes, which needs model.task = "
             f'"classification" and schema.label.classes = 2; here {found}: set early = "none"'
         )
-    if not strategy.learns_gradient or isinstance(strategy, AsymmetricReplay):
+    if not strategy.kind.learns_gradient or isinstance(strategy, AsymmetricReplay):
         # ER-ACE: a step without positives leaves out its negatives, and so the weights are those of other events.
         raise SettingsError(
             f'{setting} weighs the gradient of each event\'s loss, which learner.strategy = "{name}" does not compute: '
@@ -94,24 +79,31 @@ def importance(output_B: Tensor, early_B: Tensor) -> Tensor:
     return torch.where(early_B == Early.CORRECTED, more_B, weight_B)
 
 
-def weighted_by_importance(forward: Forward, early_B: Tensor) -> Forward:
-    """Return `forward`, whose first call multiplies the gradient of the output by each event's importance.
+class ImportanceWeights(LossWrapper):
+    """Multiplies the gradient of the output for each new event by its importance.
 
     The first pass of a strategy is over the B new events, followed by replayed ones, whose gradient stays. A factor of
     an event's output multiplies its part of the gradient of all weights, whatever the strategy's loss is; losses and
     scores that are reported stay those of the labels.
     """
-    calls = 0
 
-    def run(features: Mapping[str, Tensor]) -> Tensor:
-        nonlocal calls
-        output_N = forward(features)
-        calls += 1
-        if calls == 1 and output_N.requires_grad:
-            rows = len(early_B)
-            weight_B1 = importance(output_N[:rows], early_B).unsqueeze(1)
-            weight_N1 = torch.cat([weight_B1, weight_B1.new_ones(len(output_N) - rows, 1)])
-            output_N.register_hook(lambda gradient_N: gradient_N * weight_N1.to(gradient_N.dtype))  # type: ignore[no-untyped-call]
-        return output_N
+    @override
+    def loss(
+        self, compute: ComputeLoss, forward: Forward, new: Examples, old: Sequence[Examples], step: StepWeights
+    ) -> MicroBatchLoss:
+        if (early_B := new.early_B) is None:
+            return compute(forward, new, old, step)
+        calls = 0
 
-    return run
+        def run(features: Mapping[str, Tensor]) -> Tensor:
+            nonlocal calls
+            output_N = forward(features)
+            calls += 1
+            if calls == 1 and output_N.requires_grad:
+                rows = len(early_B)
+                weight_B1 = importance(output_N[:rows], early_B).unsqueeze(1)
+                weight_N1 = torch.cat([weight_B1, weight_B1.new_ones(len(output_N) - rows, 1)])
+                output_N.register_hook(lambda gradient_N: gradient_N * weight_N1.to(gradient_N.dtype))  # type: ignore[no-untyped-call]
+            return output_N
+
+        return compute(run, new, old, step)

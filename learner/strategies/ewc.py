@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from learner.model.factory import forward as run
-from learner.model.faulty_events import may_be_of_events
-from learner.model.features.learned import features_of
-from learner.strategies.base import eval_mode
-from learner.strategies.bounded import shortened
-from learner.strategies.er import NoReplay
-from learner.strategies.examples import Examples, Tensors
+from anabranch.learner.model.factory import forward as run
+from anabranch.learner.model.faulty_events import may_be_of_events
+from anabranch.learner.model.features.learned import features_of
+from anabranch.learner.settings.strategies import KINDS
+from anabranch.learner.strategies.base import eval_mode, shortened
+from anabranch.learner.strategies.er import NoReplay
+from anabranch.learner.strategies.examples import Examples, Tensors
 
 
 class ElasticWeights(NoReplay):
@@ -22,6 +23,8 @@ class ElasticWeights(NoReplay):
     tasks, so it consolidates every `every` steps. How much events depend on a weight is its squared gradient (the
     empirical Fisher information), taken from one new event per step, in evaluation mode.
     """
+
+    kind = KINDS["ewc"]
 
     def __init__(self, *, strength: float = 10.0, decay: float = 0.9, every: int = 1000) -> None:
         """Take the penalty's weight, what a consolidation leaves of earlier ones, and the steps between two of them."""
@@ -37,9 +40,9 @@ class ElasticWeights(NoReplay):
         self._fisher: list[Tensor] = []
         self._anchor: list[Tensor] = []
 
+    @override
     @torch.no_grad()
     def transform_gradients(self, _scale: Tensor | float) -> None:
-        """Add the gradient of the penalty, strength / 2 * sum of Fisher information * (weight - anchor)^2."""
         if not self._anchor:
             return
         weights = self.learner.weights
@@ -50,16 +53,16 @@ class ElasticWeights(NoReplay):
         moved = torch._foreach_sub(weights, self._anchor)
         torch._foreach_addcmul_(gradients, moved, self._fisher, value=self._strength)
 
+    @override
     def after_step(self, new: Examples, _output_B: Tensor) -> None:
-        """Add the squared gradient of one event, and consolidate every `every` steps."""
         self._add(new[:1])
         self._sum_of_all = None
         self._steps += 1
         if self._steps % self._every == 0:
             self.on_drift()
 
+    @override
     def on_drift(self) -> None:
-        """Consolidate: protect from now on what was learned since the last time. Called by every rank."""
         if self._sum is None:
             return
         self.learner.reduce([self._sum])
@@ -95,27 +98,27 @@ class ElasticWeights(NoReplay):
             # The first event of all may overflow, which would make the penalty infinite permanently.
             self._sum.addcmul_(squares.nan_to_num_(nan=0.0, posinf=0.0), counts)
 
+    @override
     def gather(self) -> None:
-        """Average the sums of the ranks into a copy, so that a checkpoint does not change later results by rounding."""
         self._sum_of_all = None
         if self._sum is not None:
             self._sum_of_all = self._sum.clone()
             self.learner.reduce([self._sum_of_all])
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """Return Fisher information, anchors, and the sums since then over all ranks."""
         total = self._sum if self._sum_of_all is None else self._sum_of_all
         sums = [] if total is None else [*self._split(total[:-1]), total[-1]]
         usual = [] if self._usual is None else [self._usual]
         kinds = {"sum": sums, "fisher": self._fisher, "anchor": self._anchor, "usual": usual}
         return {f"{name}.{index}": each for name, tensors in kinds.items() for index, each in enumerate(tensors)}
 
+    @override
     def state(self) -> dict[str, Any]:
-        """Return the steps so far."""
         return {"steps": self._steps}
 
+    @override
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
         self._steps, self._sum_of_all = state["steps"], None
         device = self.learner.weights[0].device
         sums, self._fisher, self._anchor = (_numbered(tensors, name, device) for name in ("sum", "fisher", "anchor"))

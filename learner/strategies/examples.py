@@ -6,19 +6,37 @@ Legend: B new events, R replayed ones, C classes, D dimensions of an embedding.
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from replay.row_layout import Fields
-from replay.sample_plan import Sample
+from anabranch.ingest.events.block import Array
+from anabranch.replay.row_layout import Fields
+from anabranch.replay.sample_plan import Sample
+from anabranch.replay.tiers.store_stream import upload
 
 Tensors = Mapping[str, Tensor]
 
 
 OUTPUTS = OUTPUT, TEACHER = "output", "teacher"
 """Columns that a step adds to its events: the model's outputs, for strategies that keep them, and the teacher's."""
+EARLY = "early"
+"""A column of the new events of a step, uint8 `[B]` with values of `Early`; without it, all are PLAIN."""
+
+
+class Early(IntEnum):
+    """How far the label of an event in a step is known."""
+
+    PLAIN = 0
+    """It is final, and the event was not trained on before."""
+    NEGATIVE = 1
+    """It has not come: the event is trained on as a negative."""
+    CORRECTED = 2
+    """It has come and is positive: the event, which was trained on as a NEGATIVE, is trained on as a positive."""
+    TAKEN_BACK = 3
+    """It has come after the event was trained on as a plain negative when it timed out, and is positive."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +45,7 @@ class Examples:
 
     An event without a label has weight 0 and some valid label. `output_B` is the model's output from when the event
     was new, NaN where that is not known; only strategies that keep outputs have it. `early_B`, uint8, says
-    how far the labels of new events are known (`learner.strategies.early_negatives`); None: all are final.
+    how far the labels of new events are known (`Early`); None: all are final.
 
     With a teacher there are three more: its output `teacher_B`, NaN where that is not known; `taught_B`, the loss
     weight of the teacher's output, of unlabelled events too; and `labelled_B`, bool.
@@ -71,7 +89,48 @@ class Examples:
         return replace(self, weight_B=torch.zeros_like(self.weight_B), taught_B=taught_B)
 
 
+_FEATURE = "feature."
 _OPTIONAL = ("output_B", "early_B", "teacher_B", "taught_B", "labelled_B")
+
+
+class Transfer:
+    """Copies new events to the device. On CUDA in one copy, from pinned memory in a separate stream: no host wait.
+
+    Used by one thread.
+    """
+
+    def __init__(self, features: Sequence[str], device: torch.device) -> None:
+        """Take the names of the model's features."""
+        self._features = features
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, columns: Mapping[str, Array]) -> Examples:
+        """Return the columns of B events as tensors on the device; columns `early` and `teacher` are taken where they
+        are. All events have a label unless there is a column `teacher`."""
+        optional = {"early_B": columns[EARLY]} if EARLY in columns else {}
+        label, weight = columns["label"], columns["weight"]
+        if TEACHER in columns:
+            labelled = columns["labelled"].astype(np.bool_)
+            optional |= {"teacher_B": columns[TEACHER], "taught_B": weight, "labelled_B": labelled}
+            weight = np.where(labelled, weight, np.float32(0))
+            label = np.where(labelled.reshape(-1, *[1] * (label.ndim - 1)), label, np.zeros_like(label))
+        features = [columns[f"{_FEATURE}{name}"] for name in self._features]
+        tensors = iter(self.copy([*features, label, weight, *optional.values()]))
+        by_name = dict(zip(self._features, tensors, strict=False))
+        required = next(tensors), next(tensors)
+        return Examples(by_name, *required, **dict(zip(optional, tensors, strict=True)))
+
+    def copy(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """Return arrays on the device; work that is queued later sees them, and the arrays may change at once."""
+        if self._stream is None:
+            return [torch.from_numpy(array).to(self._device) for array in arrays]
+        with torch.cuda.stream(self._stream):
+            there = upload(arrays, self._device)
+        now = torch.cuda.current_stream(self._device)
+        now.wait_stream(self._stream)
+        there[0].record_stream(now)  # all are views of one block
+        return there
 
 
 def concat(parts: Sequence[Examples]) -> Examples:
@@ -102,9 +161,6 @@ def output_fields(shapes: Mapping[str, Sequence[int] | None]) -> Fields:
     """Return the columns of OUTPUTS in which a store keeps outputs of these shapes; none where the shape is None."""
     kept = {name: tuple(shape) for name in OUTPUTS if (shape := shapes.get(name)) is not None}
     return {name: (np.dtype(np.float32), shape) for name, shape in kept.items()}
-
-
-_FEATURE = "feature."
 
 
 def examples_of(sample: Sample, samples: Sequence[int]) -> list[Examples]:

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
+from typing_extensions import override
 
-from learner.model.features.learned import is_of_features
-from learner.model.task import Classification
-from learner.model.trained_set import base_names, without
-from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, eval_mode, weighted
-from learner.strategies.der import moved
-from learner.strategies.er import NoReplay
-from learner.strategies.examples import Examples, Tensors
+from anabranch.learner.model.features.learned import is_of_features
+from anabranch.learner.model.task import Classification
+from anabranch.learner.model.trained_set import base_names, without
+from anabranch.learner.settings.strategies import KINDS
+from anabranch.learner.strategies.base import Forward, MicroBatchLoss, StepWeights, eval_mode, weighted
+from anabranch.learner.strategies.der import moved
+from anabranch.learner.strategies.er import NoReplay
+from anabranch.learner.strategies.examples import Examples, Tensors
 
 
 class Distillation(NoReplay):
@@ -24,6 +26,8 @@ class Distillation(NoReplay):
     temperature; other outputs by their mean squared difference.
     """
 
+    kind = KINDS["lwf"]
+
     def __init__(self, *, strength: float = 1.0, temperature: float = 2.0, every: int = 1000) -> None:
         """Take the weight of the snapshot's outputs, the temperature, and the steps between two snapshots."""
         if temperature <= 0:
@@ -32,23 +36,23 @@ class Distillation(NoReplay):
         self._steps = 0
         self._teacher: dict[str, Tensor] = {}
 
-    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Return the mean loss of the new events, plus the distance of the outputs from the snapshot's."""
+    @override
+    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], step: StepWeights) -> MicroBatchLoss:
         output = forward(new.features)
         losses = self.learner.task.loss(output, new.label_B)
         if self._teacher:
             targets = [self._teacher_output(part) for part in self.learner.parts(new)]
             losses = losses + self._strength * self._distance(output, torch.cat(targets))
-        return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output.detach())
+        return MicroBatchLoss(weighted(losses, new.weight_B, step.new), output.detach())
 
+    @override
     def after_step(self, _new: Examples, _output_B: Tensor) -> None:
-        """Take a snapshot every `every` steps."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.on_drift()
 
+    @override
     def on_drift(self) -> None:
-        """Take a snapshot of the model now, averaged over the ranks."""
         self._teacher = {name: value.detach().clone() for name, value in self._now().items()}
         weights = [value for name, value in self._teacher.items() if not is_of_features(name)]
         self.learner.reduce([value for value in weights if value.is_floating_point()])
@@ -76,16 +80,16 @@ class Distillation(NoReplay):
         model = self.learner.model
         return without({**dict(model.named_parameters()), **dict(model.named_buffers())}, base_names(model))
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """Return the snapshot."""
         return dict(self._teacher)
 
+    @override
     def state(self) -> dict[str, Any]:
-        """Return the steps so far."""
         return {"steps": self._steps}
 
+    @override
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
         self._steps = state["steps"]
         now = self._now()
         self._teacher = {name: value.to(now[name].device) for name, value in tensors.items()}

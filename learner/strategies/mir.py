@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from learner.strategies.base import Forward, weighted
-from learner.strategies.er import ExperienceReplay
-from learner.strategies.examples import Examples, pad_single
+from anabranch.learner.settings.strategies import KINDS
+from anabranch.learner.strategies.base import Forward, weighted
+from anabranch.learner.strategies.er import ExperienceReplay
+from anabranch.learner.strategies.examples import Examples, pad_single
 
 
 class InterferedReplay(ExperienceReplay):
@@ -17,18 +19,18 @@ class InterferedReplay(ExperienceReplay):
     plain SGD with the optimizer's learning rate.
     """
 
-    picks = True
+    kind = KINDS["mir"]
 
     def __init__(self, *, candidates: int = 5) -> None:
         """Take how many candidates are sampled per rehearsed event; the paper samples 50 for 10."""
         self._candidates = candidates
 
+    @override
     def samples(self, replayed: int) -> tuple[int, ...]:
-        """Return the number of candidates."""
         return (replayed * self._candidates,)
 
+    @override
     def select(self, forward: Forward, new: Examples, old: Sequence[Examples]) -> Sequence[Tensor]:
-        """Return the indices of the events whose loss rises most; those without a label come last."""
         (candidates,) = old
         n = -(-len(candidates) // self._candidates)
         before_R = self._losses(forward, candidates)
@@ -63,10 +65,10 @@ class InterferedReplay(ExperienceReplay):
     def _gradients(self, forward: Forward, new: Examples) -> tuple[Tensor, ...]:
         """Return this rank's part of the gradient for the virtual step: of the mean loss of all ranks' new events."""
         weights, total = self.learner.weights, tuple[Tensor, ...]()
-        whole = new.weight_B.sum()
-        self.learner.reduce([whole])
+        sum_of_weights = new.weight_B.sum()
+        self.learner.reduce([sum_of_weights])
         for each in self.learner.parts(pad_single(new) if len(new) == 1 else new):
-            loss = weighted(self.learner.task.loss(forward(each.features), each.label_B), each.weight_B, whole)
+            loss = weighted(self.learner.task.loss(forward(each.features), each.label_B), each.weight_B, sum_of_weights)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
             total = torch._foreach_add(total, gradients) if total else gradients
         return total

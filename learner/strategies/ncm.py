@@ -1,4 +1,4 @@
-"""NCM: a model that is not trained, whose last layer is computed from statistics of the classes.
+"""NCM and SLDA: models that are not trained, whose last layer is computed from statistics of the classes.
 
 Legend: B events, C classes, D dimensions of an embedding.
 """
@@ -7,13 +7,24 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
-from learner.model.features.learned import features_of
-from learner.model.trained_set import base_parameters
-from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, StrategyContext, eval_mode, weighted
-from learner.strategies.bounded import shortened
-from learner.strategies.examples import Examples, Tensors
+from anabranch.learner.model.features.learned import features_of
+from anabranch.learner.model.trained_set import base_parameters
+from anabranch.learner.settings.strategies import KINDS
+from anabranch.learner.strategies.base import (
+    Forward,
+    MicroBatchLoss,
+    StepWeights,
+    Strategy,
+    StrategyContext,
+    add_to_class_sums,
+    check_float64,
+    eval_mode,
+    weighted,
+)
+from anabranch.learner.strategies.examples import Examples, Tensors
 
 _SCALED = 1000
 """Events by which numbers are scaled. They are no part of the sums, whose embeddings have to be of one space."""
@@ -29,18 +40,16 @@ class NearestClassMean(Strategy):
     (Mensink et al. 2013, "Distance-based image classification".)
     """
 
-    replays = False
+    kind = KINDS["ncm"]
     sees_classes = False
-    learns_gradient = False
     tasks = frozenset({"classification"})
-    embeds = True
 
     def __init__(self, *, head: str = "") -> None:
         """Take the name of the linear layer that gives the logits; empty: the model's last."""
         self._name = head
 
+    @override
     def setup(self, learner: StrategyContext) -> None:
-        """Find the last layer, and check that the model's output is that layer applied to the embedding."""
         super().setup(learner)
         self._head = self._find_head()
         self._learned = features_of(learner.model)
@@ -60,35 +69,28 @@ class NearestClassMean(Strategy):
                 "leave that layer out when you freeze weights"
             )
         device = self._head.weight.device
-        if device.type == "mps":
-            raise SettingsError("learner.strategy: its sums are float64, which mps has not; set learner.device = 'cpu'")
+        check_float64(device)
         self._count_C = torch.zeros(classes, dtype=torch.float64, device=device)
         self._sum_CD = torch.zeros(classes, dim, dtype=torch.float64, device=device)
         self._usual = self._sum_CD.new_zeros(())
         """The usual length of an embedding."""
 
-    def on_step_start(self) -> None:
-        """Discard the embeddings of a step that is retried."""
+    @override
+    def reset(self) -> None:
         self._embedding: list[Tensor] = []
 
-    def loss(self, _forward: Forward, new: Examples, _old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Return the mean loss of the new events, for reports only."""
+    @override
+    def loss(self, _forward: Forward, new: Examples, _old: Sequence[Examples], step: StepWeights) -> MicroBatchLoss:
         embedding_BD, output_BC = self._run(new.features)
         self._embedding.append(embedding_BD)
         losses = self.learner.task.loss(output_BC, new.label_B)
-        return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output_BC)
+        return MicroBatchLoss(weighted(losses, new.weight_B, step.new), output_BC)
 
+    @override
     def after_step(self, new: Examples, _output_B: Tensor) -> None:
-        """Add the events of all ranks to the sums, and set the last layer's weights."""
         if self._learned is not None and not self._learned.numbers_are_fixed:
             return  # embeddings of these events will be others
-        embedding_BD = torch.cat(self._embedding).double()
-        embedding_BD = shortened(embedding_BD, new.weight_B, self._usual, self.learner.reduce)
-        weight_B1 = new.weight_B.double()[:, None]
-        for total, part in zip(self._totals(), self._parts(embedding_BD, weight_B1, new.label_B), strict=True):
-            self.learner.reduce([part])
-            # The sum, not the mean: a checkpoint may be restored on another number of ranks.
-            total += part * self.learner.ranks
+        add_to_class_sums(self._totals(), self._embedding, new, self._usual, self.learner)
         weight_CD, bias_C = self._answer()
         seen_C = self._count_C > 0
         with torch.no_grad():
@@ -106,14 +108,8 @@ class NearestClassMean(Strategy):
         return 2 * mean_CD, -mean_CD.square().sum(dim=1)
 
     def _totals(self) -> list[Tensor]:
-        """Return the sums, in the order of `_parts`."""
+        """Return the sums, in the order of `add_to_class_sums`."""
         return [self._count_C, self._sum_CD]
-
-    def _parts(self, embedding_BD: Tensor, weight_B1: Tensor, label_B: Tensor) -> list[Tensor]:
-        """Return the contribution of events to each sum."""
-        count_C, sum_CD = torch.zeros_like(self._count_C), torch.zeros_like(self._sum_CD)
-        count_C.index_add_(0, label_B, weight_B1[:, 0])
-        return [count_C, sum_CD.index_add_(0, label_B, weight_B1 * embedding_BD)]
 
     def _run(self, features: Tensors) -> tuple[Tensor, Tensor]:
         """Return embeddings and logits, in evaluation mode and float32."""
@@ -139,12 +135,54 @@ class NearestClassMean(Strategy):
             )
         return head
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """Return the sums."""
         return {str(index): each for index, each in enumerate(self._totals())} | {"usual": self._usual}
 
+    @override
     def restore(self, tensors: Tensors, _state: object) -> None:
-        """Restore the sums of a checkpoint."""
         for index, each in enumerate(self._totals()):
             each.copy_(tensors[str(index)])
         self._usual.copy_(tensors["usual"])
+
+
+class StreamingDiscriminant(NearestClassMean):
+    """Linear discriminant analysis of the embeddings; all classes are equally likely.
+
+    Hayes & Kanan 2020, "Lifelong machine learning with deep streaming linear discriminant analysis". The covariance is
+    that of all events within their classes, exactly, whatever order they came in.
+    """
+
+    kind = KINDS["slda"]
+
+    def __init__(self, *, head: str = "", shrinkage: float = 1e-4) -> None:
+        """Take the name of the last layer, and how much of the covariance is replaced by the identity."""
+        super().__init__(head=head)
+        if not 0 < shrinkage <= 1:
+            raise ValueError("shrinkage has to be more than 0 and at most 1")
+        self._shrinkage = shrinkage
+
+    @override
+    def setup(self, learner: StrategyContext) -> None:
+        super().setup(learner)
+        dim = self._sum_CD.shape[1]
+        self._product_DD = self._sum_CD.new_zeros(dim, dim)
+
+    @override
+    def _totals(self) -> list[Tensor]:
+        return [*super()._totals(), self._product_DD]
+
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance within classes, float64 `[D, D]`."""
+        within_DD = self._product_DD - self._sum_CD.T @ self.means
+        return within_DD / self._count_C.sum().clamp_min(1e-300)
+
+    @override
+    def _answer(self) -> tuple[Tensor, Tensor]:
+        covariance_DD, mean_CD = self.covariance, self.means
+        eye_DD = torch.eye(len(covariance_DD), dtype=covariance_DD.dtype, device=covariance_DD.device)
+        shrunk_DD = (1 - self._shrinkage) * covariance_DD + self._shrinkage * eye_DD
+        # Without the check for a singular matrix, which this one never is: it would wait for the device.
+        weight_CD = torch.linalg.solve_ex(shrunk_DD, mean_CD.T).result.T
+        return weight_CD, -(weight_CD * mean_CD).sum(dim=1) / 2

@@ -14,14 +14,27 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from learner.model.task import Distils
-from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
-from learner.strategies.examples import OUTPUT, TEACHER, Examples, split_like
+from anabranch.core.users_code import in_one_line
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.task import Distils, Task
+from anabranch.learner.strategies.base import (
+    ComputeLoss,
+    Forward,
+    LossWrapper,
+    MicroBatchLoss,
+    StepWeights,
+    Strategy,
+    weighted,
+)
+from anabranch.learner.strategies.examples import OUTPUT, TEACHER, Examples, split_like
+
+_ROWS = 3
 
 
-class TeacherLoss:
-    """Adds the teacher's part to the loss of any strategy that trains by gradients. Keeps no state."""
+class TeacherLoss(LossWrapper):
+    """Adds the teacher's part to the loss of a strategy."""
 
     def __init__(self, task: Distils, weight: float, temperature: float) -> None:
         """Take `weight`, the part of an event's weight that the teacher's output has where there is a label too."""
@@ -29,7 +42,8 @@ class TeacherLoss:
         self._weight = weight
         self._temperature = temperature
 
-    def balanced(self, events: Examples) -> Examples:
+    @override
+    def weigh(self, events: Examples) -> Examples:
         """Divide the weight of each event between its label and the teacher's output; outputs that are not known are 0,
         with weight 0."""
         if events.teacher_B is None:
@@ -46,10 +60,10 @@ class TeacherLoss:
             taught_B=torch.where(known_B, part_B * events.taught_B, 0.0),
         )
 
+    @override
     def loss(
-        self, strategy: Strategy, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights
+        self, compute: ComputeLoss, forward: Forward, new: Examples, old: Sequence[Examples], step: StepWeights
     ) -> MicroBatchLoss:
-        """Return the strategy's loss of a micro-batch of balanced events, with the teacher's part."""
         outputs: list[Tensor] = []
 
         def run(features: Mapping[str, Tensor]) -> Tensor:
@@ -58,16 +72,17 @@ class TeacherLoss:
                 outputs.append(output_N)
             return output_N
 
-        loss = strategy.loss(run, new, old, whole)
-        return replace(loss, total=loss.total + self._part(outputs[0], [new, *old], strategy.teacher_weights(whole)))
+        loss = compute(run, new, old, step)
+        divisors = [step.new, *step.old] if loss.divisors is None else loss.divisors
+        return replace(loss, total=loss.total + self._part(outputs[0], [new, *old], divisors))
 
-    def _part(self, output_N: Tensor, groups: Sequence[Examples], weights: Sequence[Tensor]) -> Tensor:
+    def _part(self, output_N: Tensor, groups: Sequence[Examples], divisors: Sequence[Tensor]) -> Tensor:
         """Return the teacher's part, from the outputs of all groups of events, and what each is divided by."""
         total = output_N.new_zeros((), dtype=torch.float32)
-        for output_B, events, weight in zip(split_like(output_N, groups), groups, weights, strict=True):
+        for output_B, events, divisor in zip(split_like(output_N, groups), groups, divisors, strict=True):
             if events.teacher_B is not None and events.taught_B is not None:
                 loss_B = self._task.distil(output_B, events.teacher_B, self._temperature)
-                total = total + weighted(loss_B, events.taught_B, weight)
+                total = total + weighted(loss_B, events.taught_B, divisor)
         return total
 
 
@@ -77,5 +92,35 @@ def kept_outputs(strategy: Strategy, shape: Sequence[int], *, taught: bool) -> d
     `shape`: of the model's output for one event; `taught`: whether there is a teacher. To ask the teacher again for
     replayed events would cost a pass of it for each; a stored output costs the bytes of one output.
     """
-    kept = {OUTPUT: strategy.keeps_output, TEACHER: taught and strategy.teaches_old}
-    return {name: list(shape) if strategy.replays and is_kept else None for name, is_kept in kept.items()}
+    kept = {OUTPUT: strategy.kind.keeps_output, TEACHER: taught and strategy.teaches_old}
+    return {name: list(shape) if strategy.kind.replays and is_kept else None for name, is_kept in kept.items()}
+
+
+def check_distil(task: Task, name: str, output_shape: tuple[int, ...], device: torch.device) -> Distils:
+    """Return a task by which a model can learn from a teacher, after a try on outputs of the model's shape.
+
+    `name`: of the task, in the settings.
+
+    Raises:
+        ModelError: it has no method `distil`, which fails, or returns no number with a gradient for each event.
+    """
+    method = "distil(output_B, teacher_B, temperature)"
+    if not isinstance(task, Distils):
+        raise ModelError(
+            f'model.task = "{name}": {type(task).__name__} has no method {method}, with which a model learns from '
+            "[model.teacher]; write it, or remove [model.teacher]"
+        )
+    output_B, teacher_B = torch.zeros((2, _ROWS, *output_shape), device=device)
+    try:
+        result = task.distil(output_B.requires_grad_().clone(), teacher_B, 2.0)
+    except Exception as exc:  # the user's own code may raise anything
+        raise ModelError(
+            f"model.task: {type(task).__name__}.distil fails on outputs of zeros: {in_one_line(exc)}"
+        ) from exc
+    if not isinstance(result, Tensor) or result.shape != (_ROWS,) or not result.requires_grad:
+        returned = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise ModelError(
+            f"model.task: {type(task).__name__}.distil returned {returned} for {_ROWS} events; return one number "
+            "an event, [B], computed from the output in torch"
+        )
+    return task

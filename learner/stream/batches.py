@@ -5,7 +5,7 @@ Legend: K rows of a span.
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,17 +13,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import IDENTITY_COLUMNS, Array, Block, Outcome
-from ingest.events.position import Position
-from learner.stream.batch import Batch, Span
+from anabranch.ingest.events.block import IDENTITY_COLUMNS, Array, Block, Outcome
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.learner.stream.batch import PENDING, Batch, Span, trainable
+from anabranch.learner.stream.lag import LagPolicy
 
 PATIENCE = timedelta(milliseconds=100)
 _AT_ONCE = timedelta(0)
-PENDING, _STORED_ONLY, _HELD_OUT, _WAITING, _LABEL = (
-    np.uint8(outcome)
-    for outcome in (Outcome.PENDING, Outcome.STORED_ONLY, Outcome.HELD_OUT, Outcome.WAITING, Outcome.LABEL)
+_STORED_ONLY, _HELD_OUT, _WAITING, _LABEL = (
+    np.uint8(outcome) for outcome in (Outcome.STORED_ONLY, Outcome.HELD_OUT, Outcome.WAITING, Outcome.LABEL)
 )
-"""As numpy scalars: a comparison with a member of an enumeration takes numpy ten times as long."""
 _STORED_FOR_ONE = 8
 _LEAST_STORED = 4096
 MOST_LATE = 4096
@@ -32,19 +32,13 @@ _FEW = 8
 """A first read assumes that fewer than one row in `_FEW` is not to be trained on."""
 
 
-class RowPolicy(Protocol):
-    """Decides which rows are not trained on; `learner.stream.lag.LagPolicy` is one."""
+class BlockSource(Protocol):
+    """Where blocks come from: the reader of the stream, or what an extension has put around it."""
 
-    behind: bool
-    """Whether `settle` may change any rows now."""
-
-    def settle(self, rows: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Set the outcome of rows that are not to be trained on, and return all rows."""
+    @property
+    def partitions(self) -> Sequence[Partition]:
+        """All partitions, in the order of the index that blocks carry."""
         ...
-
-
-class Blocks(Protocol):
-    """Where blocks come from; `ingest.reader.reader.BlockReader` is one."""
 
     def poll(self, timeout: timedelta) -> Block | None:
         """Return the next block, or None when none comes in time."""
@@ -78,7 +72,7 @@ class BatchBuilder:
     """Number of rows that are taken of a block at once; None: no bound."""
     unlabelled: bool = False
     """Whether events without a label are trained on too."""
-    policy: RowPolicy | None = None
+    policy: LagPolicy | None = None
     ended: bool = False
     """Whether all rows of the last block were taken."""
 
@@ -151,14 +145,19 @@ class BatchBuilder:
 
 
 class Batches:
-    """Splits the stream of blocks into batches of at most `batch_size` new events, in order."""
+    """Splits the stream of blocks into batches of at most `batch_size` new events, in order.
+
+    Attributes:
+        round: steps of a batch at most. It has the events of several only where one block has all of them: a batch
+            never waits for a second step.
+    """
 
     def __init__(
         self,
-        source: Blocks,
+        source: BlockSource,
         batch_size: int,
         max_delay: timedelta,
-        policy: RowPolicy | None = None,
+        policy: LagPolicy | None = None,
         *,
         most_late: int | None = None,
         unlabelled: bool = False,
@@ -176,18 +175,20 @@ class Batches:
         self._block: Block | None = None
         self._ended: list[Block] = []
         self._cursor = 0
+        self.round = 1
 
     def next(self, stop: threading.Event) -> Batch | None:
         """Return the next batch, or None when no row arrived for 100 ms.
 
-        A batch that is not full is returned when `max_delay` has passed since its first row, or when it has
-        `most_stored` events that are stored only, or `most_late` waiting events and labels. A batch without new events
-        only moves positions.
+        It has the events of one step, or of up to `round` steps. A batch that is not full is returned when `max_delay`
+        has passed since its first row, or when it has `most_stored` events that are stored only, or `most_late` waiting
+        events and labels. A batch without new events only moves positions.
         """
         parts = BatchBuilder(policy=self._policy, most_rows=self._most_late, unlabelled=self._unlabelled)
         deadline: float | None = None
         stored, late = most_stored(self._batch_size), self._most_late or 1
-        while parts.count < self._batch_size and parts.stored < stored and parts.late < late:
+        size = self._batch_size
+        while parts.count < size and parts.stored < stored and parts.late < late:
             if stop.is_set():
                 break
             if self._block is None:
@@ -195,7 +196,10 @@ class Batches:
                 self._block = self._next_block(parts, left)
                 self._cursor = 0
             if self._block is not None:
-                self._cursor = parts.take(self._block, self._cursor, self._batch_size - parts.count)
+                if self.round > 1 and not parts.count:
+                    steps = self._waiting(self.round * self._batch_size) // self._batch_size
+                    size = self._batch_size * max(1, min(self.round, steps))
+                self._cursor = parts.take(self._block, self._cursor, size - parts.count)
                 if parts.ended:
                     self._ended.append(self._block)
                     self._block = None
@@ -211,12 +215,15 @@ class Batches:
         return batch
 
     def is_full(self) -> bool:
-        """Return whether the current block has all events of the next batch, so that `next` returns it at once."""
-        if self._block is None:
-            return False
-        rows = self._block.rows(self._cursor, min(len(self._block), self._cursor + 2 * self._batch_size))
+        """Return whether the current block has all events of a step, so that `next` returns a batch at once."""
+        return self._block is not None and self._waiting(self._batch_size) >= self._batch_size
+
+    def _waiting(self, most: int) -> int:
+        """Return how many of the next events of the current block, up to `most` or twice as many, are trained on."""
+        assert self._block is not None
+        rows = self._block.rows(self._cursor, min(len(self._block), self._cursor + 2 * most))
         settled = self._policy.settle(rows) if self._policy is not None and self._policy.behind else rows
-        return int(np.count_nonzero(trainable(settled, unlabelled=self._unlabelled))) >= self._batch_size
+        return int(np.count_nonzero(trainable(settled, unlabelled=self._unlabelled)))
 
     def _next_block(self, parts: BatchBuilder, seconds: float) -> Block | None:
         """Return the next block, or None when none arrives within `seconds`, and within 100 ms.
@@ -243,12 +250,6 @@ class Batches:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Do nothing."""
-
-
-def trainable(rows: Mapping[str, Array], *, unlabelled: bool) -> NDArray[np.bool_]:
-    """Return which rows are to be trained on, bool `[K]`; `unlabelled`: also those without a label."""
-    pending: NDArray[np.bool_] = rows["outcome"] == PENDING
-    return pending if unlabelled else pending & rows["labelled"].astype(np.bool_, copy=False)
 
 
 def most_stored(batch_size: int) -> int:

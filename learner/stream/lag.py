@@ -10,18 +10,18 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.host_clock import HOST_CLOCK
-from ingest.config import LagPolicySettings
-from ingest.events.block import Array, Outcome, SkipReason
-from ingest.events.identity import identity_hash, keyed_hash, partition_base
-from ingest.reader.cursors import Partition
-from learner.stream.batches import trainable
-from learner.stream.partition_ledger import PartitionLedger
+from anabranch.ingest.events.block import Array, Outcome, SkipReason
+from anabranch.ingest.events.identity import identity_hash, keyed_hash, partition_base
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import LagPolicySettings
+from anabranch.learner.stream.batch import trainable
+from anabranch.learner.stream.partition_ledger import PartitionLedger
 
 _MOST_MARKS = 64
 _ASK_SECONDS = 1.0
@@ -67,29 +67,6 @@ class Arrivals:
         return arrival
 
 
-class Stream(Protocol):
-    """The stream whose lag is measured; `ingest.reader.reader.BlockReader` is one."""
-
-    @property
-    def ends_time(self) -> float | None:
-        """When the broker last reported end offsets, by the clock."""
-        ...
-
-    @property
-    def partitions(self) -> Sequence[Partition]:
-        """All partitions, in the order of the index that blocks carry."""
-        ...
-
-    @property
-    def reads_history(self) -> bool:
-        """Whether files are read, and the topics are not read yet."""
-        ...
-
-    def pass_over(self) -> None:
-        """Continue at the end of every partition."""
-        ...
-
-
 class LagPolicy:
     """Detects that the learner is behind, and applies the action to events to train on. Used by the loop's thread.
 
@@ -101,7 +78,7 @@ class LagPolicy:
         self,
         settings: LagPolicySettings,
         seed: int,
-        stream: Stream,
+        stream: BlockReader,
         *,
         reads: bool = False,
         unlabelled: bool = False,

@@ -9,32 +9,121 @@ its label has the outcome `waiting`, and a second one when it ends, in a separat
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client import Counter
 
-from ingest.events.block import IDENTITY_COLUMNS, Array, Outcome, SkipReason
-from ingest.events.partition import TopicPartition, latest_incarnations
-from ingest.events.position import PartitionFingerprint, Position
-from learner.state_dir.report import PartitionReport
-from learner.state_dir.trained_through import PartitionProgress
-from learner.stream.batch import Decided, Span
-from learner.stream.file_totals import FileTotals
-from learner.stream.partition_ledger import PartitionLedger, by_outcome, by_reason
-from learner.stream.record_times import RecordTimes
+from anabranch.ingest.backfill.files import rows_of
+from anabranch.ingest.events.block import IDENTITY_COLUMNS, Array, Outcome, SkipReason
+from anabranch.ingest.events.partition import TopicPartition, latest_incarnations
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.status.report import PartitionReport
+from anabranch.learner.stream.batch import Decided, Span
+from anabranch.learner.stream.partition_ledger import PartitionLedger, by_outcome, by_reason
+from anabranch.learner.stream.record_times import RecordTimes
 
 _MANY = 16
 """Spans that are counted at once: calls of numpy cost more than their arithmetic."""
 
 
+@dataclass
+class Total:
+    """The sum of the accounts of files, and of the first offsets that have not ended."""
+
+    account: PartitionLedger
+    files: int = 0
+    first_open: int = 0
+
+    def add(self, account: PartitionLedger, first_open: int | None) -> None:
+        """Add the account of a file, given the first event that has not ended."""
+        total, here = self.account, account.position.offset
+        self.files += 1
+        total.end += max(account.end, here)
+        if here == account.start:
+            return
+        self.first_open += here if first_open is None else min(here, first_open)
+        total.position = Position(total.position.offset + here)
+        total.gaps += account.gaps
+        total.removed += account.removed
+        total.passed += account.passed
+        total.outcomes += account.outcomes
+        total.skipped += account.skipped
+        total.waited += account.waited
+        total.waited_skipped += account.waited_skipped
+
+    def report(self) -> PartitionReport:
+        """Return the numbers of the sum, which add up as those of a file do."""
+        report = self.account.report(self.first_open)
+        return msgspec.structs.replace(report, files=self.files, history=self.account.name.history)
+
+    def copy(self) -> "Total":
+        """Return a copy that can be added to."""
+        account = PartitionLedger.from_state(self.account.state())
+        return Total(account, self.files, self.first_open)
+
+
+@dataclass
+class FileTotals:
+    """Sums the accounts of files; those that cannot change any more are added once."""
+
+    _read: dict[str, Total] = field(default_factory=dict)
+    _left: list[int] = field(default_factory=list)
+    """The indexes of files that may change."""
+    _seen: int = 0
+
+    def sums(self, accounts: Sequence[PartitionLedger], first_open: Mapping[int, int]) -> dict[str, Total]:
+        """Return the total of each pass, by its topic; `first_open` are the first offsets that wait, by index."""
+        self._left += [at for at in range(self._seen, len(accounts)) if accounts[at].name.history]
+        self._seen = len(accounts)
+        left = []
+        for at in self._left:
+            account = accounts[at]
+            if account.position.offset == account.start or not _has_ended(account) or at in first_open:
+                left.append(at)
+            else:
+                _add(self._read, account, None)
+        self._left = left
+        sums = {topic: total.copy() for topic, total in self._read.items()}
+        for at in left:
+            _add(sums, accounts[at], first_open.get(at))
+        return sums
+
+
+def _add(sums: dict[str, Total], account: PartitionLedger, first_open: int | None) -> None:
+    name = account.name
+    if name.topic not in sums:
+        sums[name.topic] = Total(PartitionLedger(TopicPartition(name.topic, 0, 0, name.history), 0))
+    sums[name.topic].add(account, first_open)
+
+
+def _has_ended(account: PartitionLedger) -> bool:
+    """Return whether a file is read, and none of its events waits."""
+    here = account.position
+    if here.offset < account.end or account.counted != here or account.waiting or account.mark.topic_id is None:
+        return False
+    return here.offset >= rows_of(account.mark)
+
+
+def nothing_waits() -> Mapping[int, int]:
+    """Return the first open offsets of a stream whose events end where they are read: none."""
+    return {}
+
+
 class Ledger:
     """The accounts of all partitions, in the order of the index that blocks carry. Used by one thread."""
 
-    def __init__(self, published: Mapping[str, PartitionProgress] | None = None) -> None:
-        """Take `published`, how far the newest version is trained: training on events up to there is a repetition.
+    def __init__(self, published: Mapping[str, PartitionProgress] | None = None, rows: Counter | None = None) -> None:
+        """Start without partitions.
 
-        It happens after a restart, which resumes from a checkpoint that is older than the version.
+        Args:
+            published: how far the newest version is trained: training on events up to there is a repetition. It happens
+                after a restart, which resumes from a checkpoint that is older than the version.
+            rows: counts the events by outcome since the start of this process.
         """
         self.partitions: list[PartitionLedger] = []
         self._published = published or {}
@@ -42,17 +131,18 @@ class Ledger:
         self._open: list[tuple[Span, Outcome, SkipReason]] = []
         self.moved: set[int] = set()
         """The indices of the partitions whose position has moved since the lag was measured."""
-        self._files = FileTotals()
-        self.first_open: Callable[[], Mapping[int, int]] = dict
-        """Returns, by index of the partition, the first offset of an event or label that waits. Set by `LateLabels`,
-        which counts in this ledger: each needs the other."""
+        self._rows = rows
+        self.totals = LedgerTotals(self)
+        self.first_open: Callable[[], Mapping[int, int]] = nothing_waits
+        """Returns, by index of the partition, the first offset of an event or label that waits. Set by an extension
+        whose events end later than they are read, and that counts in this ledger: each needs the other."""
         self.ended = 0
         """Number of events that have ended after they waited, since the start of the process."""
 
     def add_partition(self, name: TopicPartition, start: int) -> None:
         """Open the account of the partition with the next index, at offset `start`."""
         self.partitions.append(PartitionLedger(name, start))
-        self._supersede()
+        self._register()
 
     def state(self) -> list[dict[str, Any]]:
         """Return all accounts as JSON values, in order, for a checkpoint."""
@@ -63,7 +153,7 @@ class Ledger:
         """Restore the accounts of a checkpoint, before any partition is added."""
         assert not self.partitions
         self.partitions = [PartitionLedger.from_state(account) for account in state]
-        self._supersede()
+        self._register()
 
     @property
     def positions(self) -> dict[TopicPartition, Position]:
@@ -95,6 +185,8 @@ class Ledger:
         for index, last in span.last.items():
             account = self.partitions[index]
             account.mark = PartitionFingerprint(account.mark.topic_id, last)
+        if len(self._open) >= _MANY:
+            self.count()
 
     def end(self, decided: Decided, outcome: Outcome, reason: SkipReason = SkipReason.NONE) -> None:
         """Count how events ended that have waited for their label.
@@ -123,11 +215,6 @@ class Ledger:
             account, own = self.partitions[index], partition == index
             account.waited += np.bincount(outcome[own], minlength=len(Outcome))
             account.waited_skipped += np.bincount(reason[own], minlength=len(SkipReason))
-
-    @property
-    def full(self) -> bool:
-        """Whether enough spans wait to be counted."""
-        return len(self._open) >= _MANY
 
     def count(self) -> None:
         """Count the spans that were settled since the last call.
@@ -161,12 +248,19 @@ class Ledger:
             account.removed += removed
             account.passed += passed
             account.counted = account.position
-            account.outcomes += np.bincount(settled[own], minlength=len(Outcome))
+            self._add_outcomes(account, np.bincount(settled[own], minlength=len(Outcome)))
             account.skipped += np.bincount(reasons[own], minlength=len(SkipReason))
             if len(offset):
                 account.time_ms = int(columns["time_ms"][own][-1])
         learned = trained & (outcome == Outcome.TRAINED) & self._first(columns, moved)
         self._learned.add(columns["time_ms"][learned].astype(np.int64))
+
+    def _add_outcomes(self, account: PartitionLedger, counts: NDArray[np.int64]) -> None:
+        account.outcomes += counts
+        if self._rows is not None:
+            for outcome in np.flatnonzero(counts).tolist():
+                found = self._rows.labels(account.name.topic, str(account.name.partition), Outcome(outcome).label)
+                found.inc(int(counts[outcome]))
 
     def _first(self, columns: Mapping[str, Array], partitions: Iterable[int]) -> NDArray[np.bool_]:
         """Return which rows have a record time, and are in no version yet; all are of the given partitions.
@@ -198,59 +292,65 @@ class Ledger:
         return {str(one.name): one.trained(first.get(index)) for index, one in each if not one.name.history}
 
     @property
-    def starts(self) -> dict[str, int]:
-        """The first offset of each partition of topics that is read, by `topic:partition`."""
-        return {str(account.name): account.start for account in self.partitions if not account.name.history}
-
-    @property
-    def seen_through(self) -> dict[str, int]:
-        """The last offset that was read of each partition of topics and not left for later, by `topic:partition`."""
+    def read(self) -> dict[str, tuple[int, int]]:
+        """The offsets of each partition of topics, by `topic:partition`: the first that is read, and the last that was
+        read and not left for later."""
         accounts = [account for account in self.partitions if not account.name.history]
-        return {str(account.name): account.position.offset - 1 for account in accounts}
+        return {str(each.name): (each.start, each.position.offset - 1) for each in accounts}
+
+    def _register(self) -> None:
+        latest = set(latest_incarnations(account.name for account in self.partitions).values())
+        for index, account in enumerate(self.partitions):
+            account.superseded = index not in latest
+            account.read &= not account.superseded
+
+
+class LedgerTotals:
+    """What the accounts of a ledger add up to, for people."""
+
+    def __init__(self, ledger: "Ledger") -> None:
+        self._ledger = ledger
+        self._files = FileTotals()
 
     @property
     def outcomes(self) -> dict[str, int]:
         """Events by outcome, over all partitions."""
-        return by_outcome(sum((each.outcomes for each in self._totals()), np.zeros(len(Outcome), np.int64)))
+        return by_outcome(self._sum("outcomes", Outcome))
 
     @property
     def waited(self) -> dict[str, int]:
         """How events that waited for their label ended: by outcome, over all partitions."""
-        return by_outcome(sum((each.waited for each in self._totals()), np.zeros(len(Outcome), np.int64)))
+        return by_outcome(self._sum("waited", Outcome))
 
     @property
     def skipped(self) -> dict[str, int]:
         """Skipped events by reason, over all partitions."""
-        return by_reason(sum((each.skipped for each in self._totals()), np.zeros(len(SkipReason), np.int64)))
+        return by_reason(self._sum("skipped", SkipReason))
 
     def reports(self) -> Mapping[str, PartitionReport]:
         """Return the numbers of all accounts, by `topic:partition`, or `topic#incarnation:partition` if superseded.
 
         The files of each pass over the history are one account, by the topic alone.
         """
-        self.count()
-        first = self.first_open()
-        files = self._files.sums(self.partitions, first)
+        self._ledger.count()
+        first = self._ledger.first_open()
+        files = self._files.sums(self._ledger.partitions, first)
         return {
             f"{name.topic}#{name.incarnation}:{name.partition}" if each.superseded else str(name): each.report(
                 first.get(index)
             )
-            for index, each in enumerate(self.partitions)
+            for index, each in enumerate(self._ledger.partitions)
             for name in [each.name]
             if not name.history
         } | {topic: total.report() for topic, total in files.items()}
 
-    def _totals(self) -> list[PartitionLedger]:
-        """Return the counted accounts of partitions, and the total of the files of each pass."""
-        self.count()
-        files = self._files.sums(self.partitions, self.first_open())
-        return [each for each in self.partitions if not each.name.history] + [each.account for each in files.values()]
-
-    def _supersede(self) -> None:
-        latest = set(latest_incarnations(account.name for account in self.partitions).values())
-        for index, account in enumerate(self.partitions):
-            account.superseded = index not in latest
-            account.read &= not account.superseded
+    def _sum(self, counts: str, kind: type[Outcome | SkipReason]) -> NDArray[np.int64]:
+        """Return counts of all partitions, and of the files of each pass."""
+        self._ledger.count()
+        files = self._files.sums(self._ledger.partitions, self._ledger.first_open())
+        accounts = [each for each in self._ledger.partitions if not each.name.history]
+        accounts += [each.account for each in files.values()]
+        return sum((getattr(each, counts) for each in accounts), np.zeros(len(kind), np.int64))
 
 
 def _distinct(offset: Array, row: Array) -> Array:

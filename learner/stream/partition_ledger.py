@@ -7,12 +7,20 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import Outcome, SkipReason
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Fingerprint, PartitionFingerprint, Position
-from ingest.reader.cursors import Partition
-from learner.state_dir.report import PartitionReport
-from learner.state_dir.trained_through import PartitionProgress
+from anabranch.ingest.events.block import Outcome, SkipReason
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Fingerprint, PartitionFingerprint, Position
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.status.report import PartitionReport
+
+_COUNTED: Mapping[str, type[Outcome | SkipReason]] = {
+    "outcomes": Outcome,
+    "skipped": SkipReason,
+    "waited": Outcome,
+    "waited_skipped": SkipReason,
+}
+"""The counts of events in an account, each by what."""
 
 
 class PartitionLedger:
@@ -66,30 +74,21 @@ class PartitionLedger:
             "time_ms": self.time_ms,
             "topic_id": self.mark.topic_id,
             "last": None if self.mark.last is None else asdict(self.mark.last),
-            "outcomes": {outcome.label: int(self.outcomes[outcome]) for outcome in Outcome},
-            "skipped": {reason.label: int(self.skipped[reason]) for reason in SkipReason},
-            "waited": {outcome.label: int(self.waited[outcome]) for outcome in Outcome},
-            "waited_skipped": {reason.label: int(self.waited_skipped[reason]) for reason in SkipReason},
+            **{name: {each.label: int(getattr(self, name)[each]) for each in kind} for name, kind in _COUNTED.items()},
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Return an account from its state in a checkpoint."""
-        name = TopicPartition(state["topic"], state["partition"], state["incarnation"], state["history"])
-        account = cls(name, state["start"])
+        partition = TopicPartition(state["topic"], state["partition"], state["incarnation"], state["history"])
+        account = cls(partition, state["start"])
         account.position = account.counted = Position(*state["position"])
         account.end, account.gaps, account.removed = state["end"], state["gaps"], state["removed"]
         account.passed, account.time_ms = state["passed"], state["time_ms"]
         last = state["last"]
         account.mark = PartitionFingerprint(state["topic_id"], None if last is None else Fingerprint(**last))
-        account.outcomes, account.waited = (
-            np.array([state[name].get(outcome.label, 0) for outcome in Outcome], np.int64)
-            for name in ("outcomes", "waited")
-        )
-        account.skipped, account.waited_skipped = (
-            np.array([state[name].get(reason.label, 0) for reason in SkipReason], np.int64)
-            for name in ("skipped", "waited_skipped")
-        )
+        for name, kind in _COUNTED.items():
+            setattr(account, name, np.array([state[name].get(each.label, 0) for each in kind], np.int64))
         return account
 
     def trained(self, first_open: int | None = None) -> PartitionProgress:

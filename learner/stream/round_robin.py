@@ -4,29 +4,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from anabranch.core.errors import SettingsError
-from ingest.events.block import Block, Outcome, SkipReason
-from ingest.reader.cursors import Partition
-from learner.stream.batch import Batch
-from learner.stream.batches import PATIENCE, BatchBuilder, Blocks, trainable
+from anabranch.ingest.events.block import Block, Outcome, SkipReason
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.learner.stream.batch import Batch, joined, trainable
+from anabranch.learner.stream.batches import PATIENCE, BatchBuilder, BlockSource
 
 _DEAD_LETTERED, _SKIPPED = np.uint8(Outcome.DEAD_LETTERED), np.uint8(Outcome.SKIPPED)
 _TOMBSTONE = np.uint8(SkipReason.TOMBSTONE)
 MOST_ROWS = 1_000_000
 """Largest number of events that may wait for their turn."""
-
-
-class Partitioned(Blocks, Protocol):
-    """Blocks and their partitions."""
-
-    @property
-    def partitions(self) -> Sequence[Partition]:
-        """All partitions, in the order of the index that blocks carry."""
-        ...
 
 
 class _PartitionQueue:
@@ -86,10 +77,14 @@ class RoundRobin:
     It waits for a partition without events, unless the partition is read to the broker's end. So the batches of topics
     that were filled beforehand depend on no clock, and not on the order in which blocks arrive. At the end of all
     partitions, fewer events than a batch wait for more.
+
+    Attributes:
+        round: steps of a batch at most. The events of each are the same, whatever it is; a step with events that are
+            only stored is the last of its batch.
     """
 
     def __init__(
-        self, source: Partitioned, batch_size: int, settled: Callable[[int], int], *, unlabelled: bool = False
+        self, source: BlockSource, batch_size: int, settled: Callable[[int], int], *, unlabelled: bool = False
     ) -> None:
         """Take `settled`: it returns the first offset without outcome of a partition, given its index.
 
@@ -101,6 +96,7 @@ class RoundRobin:
         self._settled = settled
         self._queues: list[_PartitionQueue] = []
         self._turn = 0
+        self.round = 1
 
     def next(self, stop: threading.Event) -> Batch | None:
         """Return the next batch, or None when it is not full yet and no block arrived for 100 ms.
@@ -112,11 +108,15 @@ class RoundRobin:
             SettingsError: too many events wait for a partition that has none.
         """
         while not stop.is_set():
-            counts = self._counts()
-            if counts is not None:
+            steps = list[Batch]()
+            while len(steps) < self.round and (counts := self._counts()) is not None:
                 parts = BatchBuilder(unlabelled=self._unlabelled)
                 self._give(counts, parts)
-                return parts.batch()
+                steps.append(parts.batch())
+                if steps[-1].stored_only:
+                    break
+            if steps:
+                return joined(steps)
             block = self._source.poll(PATIENCE)
             if block is None:
                 return None

@@ -1,10 +1,11 @@
-"""`python -m replay.embedding_index.process --slots FD --connection FD --settings JSON`: the learner starts it.
+"""`python -m anabranch.replay.embedding_index.process --connection FD --settings JSON`: the learner starts it.
 
 The index process: stores embeddings, answers queries, trains in the background. It does not import torch. When it dies
 the learner starts another, which begins empty.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -12,101 +13,79 @@ import sys
 from collections import deque
 
 import msgspec
-import numpy as np
 
 from anabranch.core.logs import LogSettings, add_log_options, configure_logging
-from replay.embedding_index.ivf_index import IVFIndex
-from replay.embedding_index.protocol import (
+from anabranch.replay.embedding_index.ivf_index import IVFIndex
+from anabranch.replay.embedding_index.protocol import (
     IndexMessage,
     IndexSettings,
-    MessageDecoder,
+    MessageSocket,
     MessageType,
-    SharedSlots,
-    encode,
+    ids_of,
+    vectors_of,
 )
 
 _NICE = 10
 _TRAINING_SECONDS = 0.02
 """Interval at which the training thread is polled."""
-_BYTES = 65536
 
 
 class IndexServer:
     """One loop: receives requests, answers them, and maintains the index in between. Queries have priority."""
 
-    def __init__(self, embeddings: IVFIndex, slots: SharedSlots, connection: socket.socket) -> None:
-        self._embeddings = embeddings
-        self._slots = slots
+    def __init__(self, settings: IndexSettings, connection: MessageSocket) -> None:
+        self._dim = settings.dim
+        self._index = IVFIndex(settings)
         self._connection = connection
-        self._decoder = MessageDecoder()
         self._queries: deque[IndexMessage] = deque()
         self._others: deque[IndexMessage] = deque()
 
     def run(self) -> None:
-        """Serve the learner until it is gone."""
-        wait: float | None = None
-        while self._receive(wait):
-            message = self._queries.popleft() if self._queries else self._others.popleft() if self._others else None
-            if message is not None:
-                self._connection.settimeout(None)
-                self._connection.sendall(encode(self._handle(message)))
+        """Serve the learner; raises EOFError when it is gone."""
+        while True:
+            for message in self._connection.receive():
+                (self._queries if message.kind == MessageType.QUERY else self._others).append(message)
+            requests = self._queries or self._others
+            if answered := bool(requests):
+                self._connection.send(self._handle(requests.popleft()))
             # One piece of work after each request, so that maintenance is never starved.
-            busy = self._embeddings.work() or message is not None
-            wait = 0.0 if busy else _TRAINING_SECONDS if self._embeddings.renewing else None
+            if not self._index.work() and not answered:
+                self._connection.wait(_TRAINING_SECONDS if self._index.renewing else None)
 
-    def _receive(self, wait: float | None) -> bool:
-        """Receive messages, waiting up to `wait` seconds for one; return False when the learner is gone."""
-        self._connection.settimeout(wait)
-        try:
-            data = self._connection.recv(_BYTES)
-        except (BlockingIOError, TimeoutError):
-            return True
-        except OSError:
-            return False
-        for message in self._decoder.take(data):
-            (self._queries if message.kind == MessageType.QUERY else self._others).append(message)
-        return bool(data)
-
-    def _handle(self, message: IndexMessage) -> IndexMessage:
-        kind, slot, rows, k, step = message
+    def _handle(self, request: IndexMessage) -> IndexMessage:
+        """Return the reply to a request."""
+        kind, step = request.kind, request.step
         match kind:
             case MessageType.ADD:
-                embedding = self._slots.vectors(slot, rows, after=rows)
-                self._embeddings.add(self._slots.ids(slot, rows).copy(), embedding, step)
+                self._index.add(ids_of(request.ids), vectors_of(request.vectors, self._dim), step)
             case MessageType.REMOVE:
-                self._embeddings.remove(self._slots.ids(slot, rows))
+                self._index.remove(ids_of(request.ids))
             case MessageType.QUERY:
-                nearest = self._embeddings.search(self._slots.vectors(slot, rows).copy(), k, step)
-                self._slots.ids(slot, rows * k)[:] = nearest.reshape(-1)
-            case MessageType.STALE:
-                stale = self._embeddings.stale(rows)
-                self._slots.ids(slot, len(stale))[:] = stale
-                return message._replace(rows=len(stale))
-            case MessageType.CLUSTERS:
-                ids, clusters, more = self._embeddings.assigned(step, rows)
-                self._slots.ids(slot, 2 * len(ids))[:] = np.concatenate([ids, clusters])
-                return message._replace(rows=len(ids), k=int(more))
+                nearest = self._index.search(vectors_of(request.vectors, self._dim), request.k, step)
+                return IndexMessage(kind=kind, step=step, k=request.k, ids=nearest.tobytes())
             case MessageType.REPORT:
-                return self._report(message)
-            case _:
-                raise AssertionError(message)
-        return message
+                return self._report(request)
+        return IndexMessage(kind=kind, rows=request.rows)
 
-    def _report(self, message: IndexMessage) -> IndexMessage:
-        """Write the figures, and the clusters if the learner has older ones."""
-        figures = self._slots.figures(message.slot)
-        figures[:] = self._embeddings.figures()
-        centroids = self._embeddings.centroids
-        if centroids is None or self._embeddings.training == message.step:
-            return message._replace(rows=0)
-        np.copyto(self._slots.vectors(message.slot, len(centroids), after=len(figures)), centroids)
-        return message._replace(rows=len(centroids), step=self._embeddings.training)
+    def _report(self, request: IndexMessage) -> IndexMessage:
+        """Return the figures and stale events, and the clusters if the learner has those of another training."""
+        index = self._index
+        stale, figures = index.stale(request.rows).tobytes(), index.figures()
+        if index.centroids is None or index.training == request.step:
+            return IndexMessage(kind=MessageType.REPORT, step=request.step, ids=stale, figures=figures)
+        return IndexMessage(
+            kind=MessageType.REPORT,
+            step=index.training,
+            ids=stale,
+            vectors=index.centroids.tobytes(),
+            clustered=index.clustered().tobytes(),
+            figures=figures,
+        )
 
 
 def main() -> int:
     """Serve one learner until it is gone, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--connection", type=int, required=True)
     parser.add_argument("--settings", required=True)
     add_log_options(parser)
@@ -117,11 +96,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(_NICE)
     settings = msgspec.json.decode(arguments.settings, type=IndexSettings)
-    with socket.socket(fileno=arguments.connection) as connection:
-        try:
-            IndexServer(IVFIndex(settings), SharedSlots(settings, arguments.slots), connection).run()
-        except (BrokenPipeError, ConnectionError):
-            return 0
+    with socket.socket(fileno=arguments.connection) as connected, contextlib.suppress(EOFError):
+        IndexServer(settings, MessageSocket(connected)).run()
     return 0
 
 

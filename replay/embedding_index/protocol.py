@@ -1,31 +1,25 @@
-"""The protocol between the learner and its index process: slots in shared memory, and messages over a socket.
+"""The messages between the learner and its index process.
 
-Each request occupies a slot, which its reply releases. So there are never more messages in flight than slots, the
-socket is never full, and neither side waits for the other to read.
-
-Legend: n events or queries of a slot, D numbers of an embedding.
+Legend: n events or queries of a message, D numbers of an embedding.
 """
 
 import enum
 import math
-import mmap
-import os
-import struct
-from typing import NamedTuple
+import select
+import socket
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.core.temporary_files import anonymous_file
+from anabranch.core.reported import Reported
 
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
 
 NO_ID = -1
 """The id of no event."""
-_POOL_BYTES = 16_000_000
-_MAX_SLOTS, _MIN_SLOTS = 64, 12
 
 
 class IndexSettings(msgspec.Struct, frozen=True):
@@ -39,54 +33,50 @@ class IndexSettings(msgspec.Struct, frozen=True):
     """Events that the index may hold."""
     stale_after: int
     """Steps after which an embedding is stale."""
-    batch: int
-    """Events or queries that fit in a slot."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot, for a batch with its ids or for a report."""
-        report = 8 * len(IndexFigures._fields) + 4 * self.clusters * self.dim
-        return -(-max(self.batch * (8 + 4 * self.dim), report) // 64) * 64
-
-    @property
-    def slots(self) -> int:
-        """The number of slots."""
-        return max(_MIN_SLOTS, min(_MAX_SLOTS, _POOL_BYTES // self.slot_bytes))
 
 
-class IndexFigures(NamedTuple):
+class IndexFigures(msgspec.Struct, frozen=True):
     """The statistics of the process.
 
     Attributes:
-        rows: events in the index.
-        tombstones: rows of removed or replaced events that are not reclaimed yet.
-        trained_rows: events at the last training; 0 before the first.
         lists: inverted lists; 1 while every search is exhaustive.
         probes: lists that a search reads.
-        recall: part of the nearest k that a search finds, over the last queries compared with an exhaustive search; NaN
-            before the first.
+        recall: over the last queries compared with an exhaustive search; NaN before the first.
         age_mean: mean age of the embeddings in steps.
         age_max: age of the oldest embedding in steps.
-        stale: embeddings older than the bound.
-        bytes: memory of vectors and tables.
         malformed: events that were left out because their embedding was not finite.
         full: events that were left out because there was no room.
-        renewing: 1 while clusters or lists are being trained.
+        renewing: whether clusters or lists are being trained.
     """
 
-    rows: float = 0.0
-    tombstones: float = 0.0
-    trained_rows: float = 0.0
-    lists: float = 1.0
-    probes: float = 1.0
-    recall: float = math.nan
+    rows: Annotated[int, Reported("anabranch_replay_index_rows", "Embeddings in the index.")] = 0
+    trained_rows: Annotated[
+        int,
+        Reported("anabranch_replay_index_trained_rows", "Embeddings that were there when clusters were trained last."),
+    ] = 0
+    lists: int = 1
+    probes: int = 1
+    recall: Annotated[
+        float,
+        Reported(
+            "anabranch_replay_index_recall_ratio",
+            "Nearest events that are found, of those that an exhaustive search finds.",
+        ),
+    ] = math.nan
     age_mean: float = 0.0
     age_max: float = 0.0
-    stale: float = 0.0
-    bytes: float = 0.0
-    malformed: float = 0.0
-    full: float = 0.0
-    renewing: float = 0.0
+    stale: Annotated[
+        int, Reported("anabranch_replay_index_stale_rows", "Embeddings that are to be computed again.")
+    ] = 0
+    bytes: Annotated[int, Reported("anabranch_replay_index_bytes", "Memory of the index.")] = 0
+    malformed: int = 0
+    full: int = 0
+    renewing: bool = False
+
+    @Reported("anabranch_replay_index_age_steps", "Steps since embeddings were made.", "stat")
+    def ages(self) -> dict[str, float]:
+        """Mean and maximum."""
+        return {"mean": self.age_mean, "max": self.age_max}
 
 
 class MessageType(enum.IntEnum):
@@ -95,79 +85,106 @@ class MessageType(enum.IntEnum):
     ADD = 1
     REMOVE = 2
     QUERY = 3
-    STALE = 4
-    REPORT = 5
-    CLUSTERS = 6
+    REPORT = 4
 
 
-class IndexMessage(NamedTuple):
+class IndexMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One request or reply.
 
     Attributes:
-        kind: a MessageType.
-        slot: the slot with its arrays.
-        rows: how many events, queries, ids or clusters these are.
-        k: in a query, the number of neighbours; in a reply with clusters, whether there are more.
-        step: of the learner; in a report, the number of the training of the clusters; in a request for clusters, the
-            row to begin from.
+        kind: of both.
+        step: of the learner; in a report, how often clusters were trained.
+        rows: of a removal, how many events it names; in the request of a report, how many stale events to name.
+        k: in a query and its reply, the number of neighbours.
+        ids: int64 `[n]`; in a report those of stale events.
+        vectors: float32 `[n, D]`; in a report the centroids of new clusters.
+        clustered: in a report with new clusters, the ids of the events that are in them, and the cluster of each, int64
+            `[2, n]`.
+        figures: in a report.
     """
 
-    kind: int
-    slot: int
-    rows: int
-    k: int
-    step: int
+    kind: MessageType
+    step: int = 0
+    rows: int = 0
+    k: int = 0
+    ids: bytes = b""
+    vectors: bytes = b""
+    clustered: bytes = b""
+    figures: IndexFigures | None = None
 
 
-_MESSAGE = struct.Struct("<iiiiq")
+_LENGTH_BYTES = 4
+_READ_BYTES = 1 << 16
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(IndexMessage).decode
 
 
-class MessageDecoder:
-    """Splits the bytes that arrive over a socket into messages."""
+class MessageSocket:
+    """Sends and receives messages over a socket, each after its length. Only `wait` waits for the other side."""
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, connected: socket.socket) -> None:
+        """Take a socket, which `close` closes."""
+        connected.setblocking(False)
+        self._socket = connected
+        self._outgoing, self._incoming = bytearray(), bytearray()
 
-    def take(self, data: bytes) -> list[IndexMessage]:
-        """Return the messages that `data` completes."""
-        data = self._rest + data
-        end = len(data) - len(data) % _MESSAGE.size
-        self._rest = data[end:]
-        return [IndexMessage(*fields) for fields in _MESSAGE.iter_unpack(data[:end])]
+    def send(self, message: IndexMessage) -> None:
+        """Send a message; what the socket does not accept yet is sent by later calls of this class."""
+        data = _encode(message)
+        self._outgoing += len(data).to_bytes(_LENGTH_BYTES, "little") + data
+        self._flush()
 
+    def receive(self) -> list[IndexMessage]:
+        """Return the messages that have arrived.
 
-def encode(message: IndexMessage) -> bytes:
-    """Return the bytes of a message."""
-    return _MESSAGE.pack(*message)
-
-
-class SharedSlots:
-    """The shared memory. It has no name and exists only as open descriptors, so a kill -9 leaves nothing behind."""
-
-    def __init__(self, settings: IndexSettings, descriptor: int | None = None) -> None:
-        """Create the memory, or map that of another process, given its descriptor."""
-        self._dim, self._slot_bytes = settings.dim, settings.slot_bytes
-        size = settings.slots * settings.slot_bytes
-        self.descriptor = anonymous_file(size) if descriptor is None else descriptor
+        Raises:
+            EOFError: the other side is gone, and all messages that it sent were returned before.
+        """
+        self._flush()
+        ended = False
         try:
-            self._memory = mmap.mmap(self.descriptor, size)
-        except OSError:
-            self.close()
-            raise
+            while data := self._socket.recv(_READ_BYTES):
+                self._incoming += data
+            ended = True
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            ended = True
+        messages: list[IndexMessage] = []
+        while len(self._incoming) >= (end := self._end_of_first()):
+            messages.append(_decode(self._incoming[_LENGTH_BYTES:end]))
+            del self._incoming[:end]
+        if ended and not messages:
+            raise EOFError
+        return messages
 
-    def ids(self, slot: int, n: int) -> Ids:
-        """Return a view of the first n ids of a slot."""
-        return np.frombuffer(self._memory, np.int64, n, slot * self._slot_bytes)
-
-    def vectors(self, slot: int, n: int, *, after: int = 0) -> Vectors:
-        """Return a view of n vectors `[n, D]` of a slot, which follow `after` ids or figures."""
-        offset = slot * self._slot_bytes + 8 * after
-        return np.frombuffer(self._memory, np.float32, n * self._dim, offset).reshape(n, self._dim)
-
-    def figures(self, slot: int) -> NDArray[np.float64]:
-        """Return a view of the figures of a report."""
-        return np.frombuffer(self._memory, np.float64, len(IndexFigures._fields), slot * self._slot_bytes)
+    def wait(self, seconds: float | None) -> None:
+        """Wait up to `seconds` until the other side has sent something, or accepts what is to be sent."""
+        select.select([self._socket], [self._socket] if self._outgoing else [], [], seconds)
 
     def close(self) -> None:
-        """Close the descriptor; the memory is freed with its last view."""
-        os.close(self.descriptor)
+        """Close the socket."""
+        self._socket.close()
+
+    def _end_of_first(self) -> int:
+        """Return where the first message ends, or would end at least, among the bytes that have arrived."""
+        return _LENGTH_BYTES + int.from_bytes(self._incoming[:_LENGTH_BYTES], "little")
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            self._outgoing.clear()  # `receive` raises, after the messages that the other side sent before its end
+
+
+def ids_of(data: bytes) -> Ids:
+    """Return the numbers in a field of a message, int64 `[n]`, which must not be changed."""
+    return np.frombuffer(data, np.int64)
+
+
+def vectors_of(data: bytes, dim: int) -> Vectors:
+    """Return the vectors in a field of a message, float32 `[n, D]`, which must not be changed."""
+    return np.frombuffer(data, np.float32).reshape(-1, dim)

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import Array
-from ingest.events.encoders import hash_texts
-from ingest.events.identity import base_of
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.identity import base_of
 
 _NONE = 2**32 - 1
 """Stands for no column."""
@@ -72,9 +72,11 @@ class _Run:
         return len(self.keys)
 
 
-class Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """The events that a set of records covers, as stored in a file; numbers are little-endian."""
+class Packed(msgspec.Struct, frozen=True, kw_only=True, tag="packed", tag_field="what"):
+    """The events that a set of records covers, as a line of a file; numbers are little-endian."""
 
+    nonce: str = ""
+    """By which, and a secret, `keys` are masked in the file."""
     bases: list[int]
     """Partition bases, uint64 `[P]`."""
     rows: bytes

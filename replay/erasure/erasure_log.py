@@ -4,36 +4,211 @@ Records are appended under a lock on the file, and are durable when `append` ret
 a crash before `append` returned, and is cut off. A complete line with a wrong checksum is damage, and raises an error:
 erased events must not come back silently.
 
+A line is the CRC-32C of a JSON object, a space, and the object. The first line is the head. A line with many packed
+records may follow, and then one line for each further record, in order. A reader who can guess a key could search for
+its hash. So hashes are masked by a secret of 32 bytes, in a file next to the log that only its owner may read.
+
 From time to time `compact` replaces the file by a new one with packed records. Numbers of records go on, so that a log
 that lost records is detected. Compaction drops records by key whose events can neither be read again nor come from a
 checkpoint.
 """
 
+import contextlib
 import copy
+import fcntl
+import hashlib
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import crc32c
 import msgspec
 
 from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.failures import UNDECODABLE
 from anabranch.core.files import sync_directory, write_at
-from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
-from replay.erasure.log_file import (
-    SECRET_FILE,
-    Applied,
-    DamagedLineError,
-    Head,
-    KeyLine,
-    Line,
-    PackedLine,
-    Secret,
-    decode,
-    encode,
-    locked,
-)
+from anabranch.replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Packed, Record
+
+FORMAT = 4
+SECRET_FILE = "erasures.key"  # noqa: S105 its name
+"""The name of the file with the secret, next to the log."""
+SECRET_BYTES = 32
+_CHECK_BYTES = 8
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="what"):
+    """The first line: totals of the packed records and of the events that they removed."""
+
+    format: int = FORMAT
+    file: str
+    """A random id of this file: an inode may soon be reused."""
+    secret: str
+    """A digest that identifies the secret."""
+    tail: str = "0" * 20
+    """The byte at which the lines for single records begin, in a fixed number of digits."""
+    records: int = 0
+    """The number of the last record that is packed."""
+    through: int = 0
+    store: int = 0
+    holdout: int = 0
+    ends: dict[str, int] = {}
+    """The ends of the last tombstone, to which lines without `up_to` refer."""
+    dropped: int = 0
+    """The highest number of a dropped record: an older checkpoint may have events that it erased."""
+    log_starts: dict[str, int] = {}
+    """The ends below which records were last dropped: other readers drop the same records."""
+
+
+class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied", tag_field="what"):
+    """The events of the records up to number `through` are gone from store, holdout set, tiers and checkpoints."""
+
+    time: float
+    through: int
+    store: int
+    """Events that were removed from the store."""
+    holdout: int
+    """Events that were removed from the holdout set."""
+
+
+class KeyLine(msgspec.Struct, frozen=True, kw_only=True, tag="key", tag_field="what", omit_defaults=True):
+    """A record by key. Without `up_to` it has the ends of the last tombstone before it with `up_to`."""
+
+    number: int
+    time: float
+    by: str
+    key: str
+    """16 hexadecimal digits, masked by the secret."""
+    up_to: dict[str, int] | None = None
+    beyond: dict[str, int] = {}
+
+
+Line = Head | Packed | KeyLine | ByRange | Applied
+_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+
+
+class DamagedLineError(ValueError):
+    """A complete line that is not one of ours; its message is a description."""
+
+
+def encode(line: Line) -> bytes:
+    """Return the bytes of a line."""
+    text = msgspec.json.encode(line)
+    return b"%08x %s\n" % (crc32c.crc32c(text), text)
+
+
+def decode(line: bytes) -> Line:
+    """Return the object of a line; raises DamagedLineError."""
+    checksum, _, text = line[:-1].partition(b" ")
+    if checksum != b"%08x" % crc32c.crc32c(text):
+        raise DamagedLineError("a line that does not have its checksum")
+    try:
+        return _decoder.decode(text)
+    except UNDECODABLE as exc:
+        raise DamagedLineError(f"a line of another release: {exc}") from exc
+
+
+class Secret:
+    """The secret that masks the hashes of keys in the log."""
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+        self.check = hashlib.blake2b(b"check", key=value, digest_size=_CHECK_BYTES).hexdigest()
+        """A digest that identifies the secret without revealing it."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Secret | None":
+        """Read the secret next to a log; None if it is missing, or was torn by a crash before it was used.
+
+        Raises:
+            DependencyError: it cannot be read.
+        """
+        try:
+            value = path.with_name(SECRET_FILE).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise DependencyError(
+                f"{path.with_name(SECRET_FILE)} cannot be read: {exc.strerror}; {path} needs it"
+            ) from exc
+        return cls(value) if len(value) == SECRET_BYTES else None
+
+    @classmethod
+    def make(cls, path: Path) -> "Secret":
+        """Create a secret for the log at a path; it is durable when this returns. Raises OSError."""
+        value = secrets.token_bytes(SECRET_BYTES)
+        descriptor = os.open(path.with_name(SECRET_FILE), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, value)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        sync_directory(path.parent)
+        return cls(value)
+
+    def line_of(self, record: Record, ends: dict[str, int] | None) -> KeyLine | ByRange:
+        """Return the line of a record; `ends`: of the last tombstone."""
+        if isinstance(record, ByRange):
+            return record
+        masked = f"{int(record.key_hash, 16) ^ self._mask(record):016x}"
+        up_to = None if record.up_to == ends else record.up_to
+        return KeyLine(
+            number=record.number, time=record.time, by=record.by, key=masked, up_to=up_to, beyond=record.beyond
+        )
+
+    def record_of(self, line: KeyLine, ends: dict[str, int]) -> ByKey:
+        """Return the record of a line; `ends`: of the last tombstone."""
+        up_to = ends if line.up_to is None else line.up_to
+        return ByKey(
+            number=line.number,
+            time=line.time,
+            by=line.by,
+            key_hash=f"{int(line.key, 16) ^ self._mask(line):016x}",
+            up_to=up_to,
+            beyond=line.beyond,
+        )
+
+    def masked(self, packed: Packed) -> Packed:
+        """Return packed records whose keys are masked by a new nonce."""
+        nonce = secrets.token_hex(16)
+        return msgspec.structs.replace(packed, nonce=nonce, keys=self._masked(packed.keys, nonce))
+
+    def unpacked(self, line: Packed) -> ErasedEvents:
+        """Return the events that the packed records of a line cover."""
+        return ErasedEvents.unpacked(msgspec.structs.replace(line, keys=self._masked(line.keys, line.nonce)))
+
+    def _mask(self, record: ByKey | KeyLine) -> int:
+        """Return 64 bits for this record alone: a known hash and its line do not reveal other hashes."""
+        name = f"{record.number} {float(record.time)!r} {record.by}".encode()
+        return int.from_bytes(hashlib.blake2b(name, key=self._value, digest_size=8).digest(), "little")
+
+    def _masked(self, keys: bytes, nonce: str) -> bytes:
+        """Return hashes xor the byte stream of a nonce; a second call returns the hashes again."""
+        stream = hashlib.shake_256(self._value + bytes.fromhex(nonce)).digest(len(keys))
+        return (int.from_bytes(keys, "little") ^ int.from_bytes(stream, "little")).to_bytes(len(keys), "little")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Lock the file at a path, which is created if it is missing, and yield its descriptor."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, path):  # else the file was replaced meanwhile
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
+
 
 NAME = "erasures.log"
 COMMAND = "command"
@@ -70,7 +245,6 @@ class ErasureLog:
         self._ends: dict[str, int] = {}
         """Of the last tombstone that has them."""
         self._secret: Secret | None = None
-        self._packed: list[PackedLine] = []
         self._bytes = self._packed_bytes = 0
         self._head = b""
         """The first line, which differs in a file that has replaced this one."""
@@ -159,7 +333,7 @@ class ErasureLog:
     def copy(self) -> "ErasureLog":
         """Return a copy of the part that was read, for another thread."""
         new = copy.copy(self)
-        new.erased, new._unapplied, new._fresh, new._packed = self.erased.copy(), list(self._unapplied), [], []
+        new.erased, new._unapplied, new._fresh = self.erased.copy(), list(self._unapplied), []
         return new
 
     def compact(self, log_starts: Mapping[str, int] | None = None, through: int = 0) -> None:
@@ -199,7 +373,7 @@ class ErasureLog:
 
     def _compacted(self, secret: Secret) -> bytes:
         """Return an equivalent log: packed records, and separate lines for those that are not applied yet."""
-        packed = [encode(line) for line in secret.pack(self.erased.packed())]
+        packed = encode(secret.masked(self.erased.packed()))
         first = self.count - len(self._unapplied)
         head = Head(
             file=secrets.token_hex(8),
@@ -212,9 +386,9 @@ class ErasureLog:
             dropped=self.dropped,
             log_starts=self._log_starts,
         )
-        begin = len(encode(head)) + sum(map(len, packed))
+        begin = len(encode(head)) + len(packed)
         head = msgspec.structs.replace(head, tail=f"{begin:020d}")
-        return b"".join([encode(head), *packed, *map(encode, self._lines(self._unapplied, secret))])
+        return b"".join([encode(head), packed, *map(encode, self._lines(self._unapplied, secret))])
 
     def _lines(self, records: Sequence[Record], secret: Secret) -> list[Line]:
         lines: list[Line] = []
@@ -234,24 +408,20 @@ class ErasureLog:
             if self._head:
                 raise SettingsError(self._damaged("lost lines that were there"))
             return
-        count, through = self.count, self.through
         self._bytes = 0
         head = self._decoded(line)
-        if not isinstance(head, Head):
+        if not isinstance(head, Head) or head.format != FORMAT:
             raise SettingsError(self._damaged("a first line of another release"))
-        self._head, self._secret = line, self._known(head)
-        if count >= head.records and through >= head.through and count:
-            self._bytes = self._packed_bytes = int(head.tail)
-            self._ends = head.ends
-            self.through, self.store, self.holdout = head.through, head.store, head.holdout
+        secret = self._known(head)
+        if packed_are_read := 0 < self.count >= head.records and self.through >= head.through:
             self.erased.drop(head.log_starts, head.dropped)
-            self.dropped, self._log_starts = head.dropped, head.log_starts
-            return
-        secret = self._secret
-        self._reset()
-        self._head, self._secret, self._bytes = line, secret, len(line)
-        self.count, self.through, self._ends = head.records, head.through, head.ends
-        self.store, self.holdout, self._packed_bytes = head.store, head.holdout, int(head.tail)
+        else:
+            self._reset()
+            self.count = head.records
+        self._head, self._secret = line, secret
+        self._packed_bytes = int(head.tail)
+        self._bytes = self._packed_bytes if packed_are_read else len(line)
+        self.through, self.store, self.holdout, self._ends = head.through, head.store, head.holdout, head.ends
         self.dropped, self._log_starts = head.dropped, head.log_starts
 
     def _known(self, head: Head) -> Secret:
@@ -267,15 +437,14 @@ class ErasureLog:
         entry = self._decoded(line)
         if isinstance(entry, Applied):
             self._set_applied(entry)
-        elif isinstance(entry, PackedLine):
-            self._packed.append(entry)
+        elif isinstance(entry, Packed):
+            assert self._secret is not None
+            self.erased = self._secret.unpacked(entry)
         elif isinstance(entry, Head):
             raise SettingsError(self._damaged("a second head"))
         else:
             self._add_record(entry)
         self._bytes += len(line)
-        if self._packed and self._bytes == self._packed_bytes and self._secret is not None:
-            self.erased, self._packed = self._secret.unpack(self._packed, self.count), []
 
     def _set_applied(self, entry: Applied) -> None:
         self._unapplied = self._unapplied[max(0, entry.through - (self.count - len(self._unapplied))) :]

@@ -12,7 +12,6 @@ Legend: N candidate events, H events held, n events sampled, G groups.
 import math
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,48 +35,6 @@ class Candidates:
     time_s: NDArray[np.uint32]
 
 
-class Admission(Protocol):
-    """An admission policy: the priority of each event, and the group in which it competes."""
-
-    name: str
-    """Differs for policies under which some event has another priority or group."""
-    groups: int
-    """How many groups there are, G."""
-    by_cluster: bool
-    """Whether groups are clusters of embeddings, which the index process computes."""
-
-    def floors(self, k: int, /) -> NDArray[np.int64] | None:
-        """Return the least events of each group in a store of k, int64 `[G]`; None: groups have equal quotas, and the
-        others use what one does not fill."""
-        ...
-
-    def priorities(self, candidates: Candidates, /) -> NDArray[np.float64]:
-        """Return the priority of each event, float64 `[N]`: a pure function of the event; the smallest are kept."""
-        ...
-
-    def group(self, label: NDArray[np.int64], cluster: NDArray[np.int16], /) -> NDArray[np.int16]:
-        """Return the group of each event, int16 `[N]` in 0..G-1.
-
-        Args:
-            label: of each event, -1 for none; 0 where labels are no classes.
-            cluster: of its embedding; 0 while clusters are unknown.
-        """
-        ...
-
-    def rates(
-        self, threshold: NDArray[np.float64], time_s: NDArray[np.uint32], share: NDArray[np.float64], weight: float, /
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the rates and shares of n held events, which `importance` needs, float64 `[n]` each.
-
-        Args:
-            threshold: of each event's group, float64 `[n]`.
-            time_s: uint32 `[n]`.
-            share: of each event's group, held events / added events, float64 `[n]`.
-            weight: the mean of all added events.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class ClassFloor:
     """Each of C classes has at least this share of an equal part of the store, while there are as many events of it.
@@ -91,44 +48,64 @@ class ClassFloor:
     share: float
 
 
-class ReservoirAdmission(Admission):
-    """A uniform sample of all added events, weighted by the events' weights; or of the events of each class, as far as
-    a floor demands."""
+class Admission:
+    """An admission policy: the priority of each event, and the group in which it competes.
+
+    This one keeps a uniform sample of all added events, weighted by the events' weights; or of the events of each
+    class, as far as a floor demands. Others extend it.
+    """
 
     kind = "reservoir"
+    """The beginning of the name."""
     by_cluster = False
+    """Whether groups are clusters of embeddings, which the index process computes."""
 
     def __init__(self, floor: ClassFloor | None = None) -> None:
         self._floor = floor
         self.groups = 1 if floor is None else floor.classes + 1
+        """How many groups there are, G."""
         self.name = self.kind if floor is None else f"{self.kind} {floor.classes} {floor.share}"
+        """Differs for policies under which some event has another priority or group."""
 
-    @override
     def floors(self, k: int) -> NDArray[np.int64] | None:
+        """Return the least events of each group in a store of k, int64 `[G]`; None: groups have equal quotas, and the
+        others use what one does not fill."""
         if self._floor is None:
             return None
         # Events without a label, the last group, have none.
         return np.append(np.full(self._floor.classes, int(self._floor.share * k / self._floor.classes)), 0)
 
-    @override
     def priorities(self, candidates: Candidates) -> NDArray[np.float64]:
+        """Return the priority of each event, float64 `[N]`: a pure function of the event; the smallest are kept."""
         # -ln(u)/w with u = (identity + 1/2) / 2**64. Weight 0 gives infinity, which is never kept.
         with np.errstate(divide="ignore"):
             return exponentials(candidates.hashed) / candidates.weight.astype(np.float64)
 
-    @override
     def group(self, label: NDArray[np.int64], _cluster: NDArray[np.int16]) -> NDArray[np.int16]:
+        """Return the group of each event, int16 `[N]` in 0..G-1.
+
+        Args:
+            label: of each event, -1 for none; 0 where labels are no classes.
+            _cluster: of its embedding; 0 while clusters are unknown.
+        """
         return np.zeros(len(label), np.int16) if self.groups == 1 else _by_class(label, self.groups)
 
-    @override
     def rates(
         self, threshold: NDArray[np.float64], _time_s: NDArray[np.uint32], share: NDArray[np.float64], _weight: float
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the rates and shares of n held events, which `importance` needs, float64 `[n]` each.
+
+        Args:
+            threshold: of each event's group, float64 `[n]`.
+            _time_s: uint32 `[n]`.
+            share: of each event's group, held events / added events, float64 `[n]`.
+            _weight: the mean of all added events.
+        """
         # An event of weight w is held if an exponential of rate w is below the threshold.
         return threshold, share
 
 
-class ClassBalancedAdmission(ReservoirAdmission):
+class ClassBalancedAdmission(Admission):
     """As many events of each class, a uniform sample within a class; events without a label are one more class."""
 
     def __init__(self, classes: int) -> None:
@@ -137,8 +114,8 @@ class ClassBalancedAdmission(ReservoirAdmission):
         self.groups = classes + 1
 
 
-class DistinctAdmission(ReservoirAdmission):
-    """As `ReservoirAdmission`, of the events that the store admits as no near-duplicates of recent ones."""
+class DistinctAdmission(Admission):
+    """As `Admission`, of the events that the store admits as no near-duplicates of recent ones."""
 
     kind = "distinct"
 
@@ -146,12 +123,11 @@ class DistinctAdmission(ReservoirAdmission):
     def rates(
         self, threshold: NDArray[np.float64], _time_s: NDArray[np.uint32], _share: NDArray[np.float64], weight: float
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        # An event of the mean weight keeps that weight: near-duplicates are added but not held, so that the share of
-        # held events would weigh the others less.
-        return threshold, -np.expm1(-threshold * weight)
+        # Near-duplicates are added but not held, so that their share would weigh the others less.
+        return threshold, share_of_mean(threshold, weight)
 
 
-class DiverseAdmission(ReservoirAdmission):
+class DiverseAdmission(Admission):
     """As many events of each cluster of the model's embeddings: frequent similar events get no more room.
 
     Clusters move as the model learns, so the held events depend on order and model. Adding a held event again still
@@ -169,8 +145,15 @@ class DiverseAdmission(ReservoirAdmission):
     def group(self, _label: NDArray[np.int64], cluster: NDArray[np.int16]) -> NDArray[np.int16]:
         return cluster
 
+    @override
+    def rates(
+        self, threshold: NDArray[np.float64], _time_s: NDArray[np.uint32], _share: NDArray[np.float64], weight: float
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        # The clusters of earlier events are unknown, and so is how many were added to each.
+        return threshold, share_of_mean(threshold, weight)
 
-class RecencyAdmission(ReservoirAdmission):
+
+class RecencyAdmission(Admission):
     """A sample in which the probability of an event halves with each `half_life` of its age.
 
     The weight of an event is w * 2**(time/half_life). ln(-ln u) - ln w - time * ln(2)/half_life sorts events like
@@ -194,7 +177,7 @@ class RecencyAdmission(ReservoirAdmission):
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         # Corrects for the weight, not for the age: an event of the mean weight keeps that weight.
         rate = np.exp(np.minimum(threshold + self._decay * time_s, 700.0))
-        return rate, -np.expm1(-rate * weight)
+        return rate, share_of_mean(rate, weight)
 
 
 def _by_class(label: NDArray[np.int64], groups: int) -> NDArray[np.int16]:
@@ -206,6 +189,12 @@ def exponentials(hashed: NDArray[np.uint64]) -> NDArray[np.float64]:
     # log1p keeps the precision of u near 1, where the smallest priorities are.
     v = (~hashed).astype(np.float64) + 0.5
     return -np.log1p(-np.minimum(v / 2.0**64, 1.0 - 2.0**-53))
+
+
+def share_of_mean(rate: NDArray[np.float64], weight: float) -> NDArray[np.float64]:
+    """Return the probability that an event of the mean weight is held: with it as share, it keeps its weight."""
+    share: NDArray[np.float64] = -np.expm1(-rate * weight)
+    return share
 
 
 def importance(weight: Tensor, rate: Tensor, share: Tensor) -> Tensor:

@@ -1,23 +1,96 @@
 """The reservoir: the table of held events, and the policy that admits and evicts them.
 
-Legend: N added events, H events held, n events of a call, G quota groups.
+Legend: K blocks of N added events, H events held, n events of a call, G quota groups, D numbers of an embedding, R
+bytes of a row.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import Array
-from ingest.events.identity import identity_hash, keyed_hash
-from replay.reservoir.admission import Admission, Candidates
-from replay.reservoir.event_table import EventTable, records_of
-from replay.reservoir.pending_events import WAITED
-from replay.reservoir.quotas import Quotas
-from replay.reservoir.watermarks import Watermarks
-from replay.snapshot import DeltaTracker, StoreDelta, StoreState
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.identity import identity_hash, keyed_hash
+from anabranch.replay.reservoir.admission import Admission, Candidates
+from anabranch.replay.reservoir.event_table import EventTable, records_of
+from anabranch.replay.reservoir.quotas import Quotas
+from anabranch.replay.row_layout import RowLayout
+from anabranch.replay.snapshot import DeltaTracker, StoreDelta, StoreState
+
+MAX_PENDING = 1024
+"""About how many events may be pending, so that none is pending for long and adding them takes little time."""
+
+MAX_PENDING_BYTES = 16_000_000
+"""About how many bytes of events may be pending."""
+
+_SCORED_COLUMNS = ("partition", "offset", "row", "time_ms", "key_hash", "weight", "label")
+"""Columns that decide which events are held."""
+
+WAITED = "waited"
+"""A column that blocks may have, bool `[N]`: the event waited for its label. It comes behind later events of its
+partition, and only once."""
+
+
+@dataclass
+class PendingEvents:
+    """K blocks of columns, each `[N, ...]`, that read like one block; they are copied once, into rows."""
+
+    blocks: list[Mapping[str, Array]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """Where each block ends among the N events."""
+    embeddings: list[NDArray[np.float32] | None] = field(default_factory=list)
+    """Of each block, float32 `[rows, D]`."""
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def put(self, columns: Mapping[str, Array], embedding: NDArray[np.float32] | None) -> None:
+        """Add a block, whose columns must not change any more."""
+        self.embeddings.append(embedding)
+        self.ends.append(len(self) + len(columns["offset"]))
+        self.blocks.append(columns)
+
+    @property
+    def embedding(self) -> NDArray[np.float32] | None:
+        """Of all events, float32 `[N, D]`, NaN where it is unknown; None: of no event."""
+        dim = next((part.shape[1] for part in self.embeddings if part is not None), None)
+        if dim is None or len(self.blocks) == 1:
+            return self.embeddings[0] if self.embeddings else None
+        rows = np.diff(self.ends, prepend=0)
+        parts = zip(self.embeddings, rows, strict=True)
+        return np.concatenate([np.full((n, dim), np.nan, np.float32) if part is None else part for part, n in parts])
+
+    def columns(self) -> Mapping[str, Array]:
+        """Return the columns that decide which events are held, each `[N, ...]`."""
+        if len(self.blocks) == 1:
+            return self.blocks[0]
+        columns = {name: np.concatenate([block[name] for block in self.blocks]) for name in _SCORED_COLUMNS}
+        if any(WAITED in block for block in self.blocks):
+            waited = [block.get(WAITED, np.zeros(len(block["offset"]), np.bool_)) for block in self.blocks]
+            columns[WAITED] = np.concatenate(waited)
+        return columns
+
+    def pack(self, layout: RowLayout, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
+        """Pack n events, given by their ascending row numbers, into rows, uint8 `[n, R]`."""
+        if len(self.blocks) == 1:
+            return layout.pack(self.blocks[0], rows)
+        rows_nR = np.empty((len(rows), layout.row_bytes), np.uint8)
+        bounds = [0, *np.searchsorted(rows, self.ends).tolist()]
+        for block, end, first, last in zip(self.blocks, self.ends, bounds, bounds[1:], strict=False):
+            layout.pack(block, rows[first:last] - (end - len(block["offset"])), rows_nR[first:last])
+        return rows_nR
+
+    def parts(self, rows: NDArray[np.intp]) -> list[NDArray[np.intp]]:
+        """Split ascending row numbers by block into K arrays."""
+        return np.split(rows, np.searchsorted(rows, self.ends[:-1]))
+
+
+def pending_limit(row_bytes: int) -> int:
+    """Return how many events of `row_bytes` bytes may be pending before they are added."""
+    return min(MAX_PENDING, max(1, MAX_PENDING_BYTES // row_bytes))
+
 
 _LATEST = 2**32 - 1
 
@@ -112,16 +185,10 @@ class Reservoir:
         return self.event_table.keep(stays)
 
     def regroup(self, cluster: NDArray[np.int16]) -> None:
-        """Assign all events to the groups of new clusters, `[H]`.
-
-        The clusters of earlier events are unknown: their counts are divided in proportion to the held events.
-        """
+        """Assign all events to the groups of new clusters, `[H]`. Only the total of the added events is known then."""
         if self.admission.by_cluster:
             self.event_table.regroup(cluster)
             self.quotas.thresholds[:] = np.inf
-            held = np.cumsum(self.event_table.counts)
-            until = np.rint(self._added.sum() * (held / max(1, held[-1]))).astype(np.int64)
-            self._added = np.diff(until, prepend=0)
 
     def rates(
         self, records: NDArray[np.void], cluster: NDArray[np.int16]
@@ -172,8 +239,52 @@ class Reservoir:
             return new
         priorities = self.event_table.priorities
         nearest = np.minimum(np.searchsorted(candidate_priorities, priorities), len(candidate_priorities) - 1)
-        alike = self.event_table.records(self.event_table.slots[candidate_priorities[nearest] == priorities])
+        alike = self.event_table.by_slot.take(self.event_table.slots[candidate_priorities[nearest] == priorities])
         held = {(record["partition"], record["offset"], record["row"]) for record in alike}
         for at in np.flatnonzero(candidates & new).tolist() if held else ():
             new[at] = tuple(names[at]) not in held
         return new
+
+
+class Watermarks:
+    """The highest `(offset, row)` that was added, by index of the partition: events beyond it are new."""
+
+    def __init__(self, highest: Mapping[int, tuple[int, int]] | None = None) -> None:
+        self.highest: dict[int, tuple[int, int]] = dict(highest or {})
+
+    def advance(
+        self, partition: NDArray[np.int64], offset: NDArray[np.int64], row: NDArray[np.int32]
+    ) -> NDArray[np.bool_] | None:
+        """Advance the watermarks by N events, and return which are beyond all earlier events of their partition.
+
+        Returns:
+            bool `[N]`; None: all are, which is the normal case.
+        """
+        if not len(partition):
+            return None
+        if (partition == partition[0]).all():
+            return self._advance_one(int(partition[0]), offset, row)
+        beyond, ordered = np.ones(len(partition), np.bool_), True
+        for index in np.unique(partition).tolist():
+            members = partition == index
+            new = self._advance_one(index, offset[members], row[members])
+            if new is not None:
+                beyond[members], ordered = new, False
+        return None if ordered else beyond
+
+    def _advance_one(self, index: int, offset: NDArray[np.int64], row: NDArray[np.int32]) -> NDArray[np.bool_] | None:
+        """Advance the watermark of one partition."""
+        steps = offset[1:] - offset[:-1]
+        rising = bool((steps > 0).all()) or bool(((steps > 0) | ((steps == 0) & (np.diff(row) > 0))).all())
+        mark = self.highest.get(index, (-1, -1))
+        if rising and (int(offset[0]), int(row[0])) > mark:
+            self.highest[index] = int(offset[-1]), int(row[-1])
+            return None
+        order = np.lexsort((row, offset))
+        another = np.concatenate([[True], (np.diff(offset[order]) > 0) | (np.diff(row[order]) > 0)])
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.cumsum(another)
+        before = np.concatenate([[0], np.maximum.accumulate(rank)[:-1]])
+        self.highest[index] = max(mark, (int(offset[order[-1]]), int(row[order[-1]])))
+        beyond: NDArray[np.bool_] = (offset > mark[0]) | ((offset == mark[0]) & (row > mark[1]))
+        return beyond & (rank > before)

@@ -9,16 +9,77 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from replay.embedding_index.embedding_tracker import UNKNOWN, EmbeddingTracker
-from replay.reservoir.event_table import EventTable
-from replay.sampling.base import MAX_STALE, TAKEN, Choice, Slots, UniformSampler, stale_share
-from replay.sampling.group_lists import GroupLists
+from anabranch.replay.reservoir.event_table import EventTable
+from anabranch.replay.reservoir.quotas import level
+from anabranch.replay.sampling.base import Choice, Sampler, Slots
+
+_ROOM = 64
+_SPARSE = 16
+"""A group at least this many times as large as its sample is sampled by rejection, which is faster."""
 
 
-class BalancedSampler(UniformSampler):
+class GroupLists:
+    """Lists of slots, one for each group, in the order in which events were added."""
+
+    def __init__(self) -> None:
+        self._members: list[NDArray[np.int32]] = []
+        self._sizes = np.zeros(0, np.int64)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Events of each group, `[G]`."""
+        return self._sizes
+
+    def add(self, groups: NDArray[np.int64], slots: NDArray[np.int32]) -> None:
+        """Add n slots to their groups, >= 0."""
+        for group in np.unique(groups).tolist():
+            if group >= len(self._members):
+                self._members += [np.empty(_ROOM, np.int32) for _ in range(group + 1 - len(self._members))]
+                self._sizes = np.concatenate([self._sizes, np.zeros(group + 1 - len(self._sizes), np.int64)])
+            new, size = slots[groups == group], int(self._sizes[group])
+            members = self._members[group]
+            if size + len(new) > len(members):
+                members = self._members[group] = np.concatenate([members, np.empty(size + len(new), np.int32)])
+            members[size : size + len(new)] = new
+            self._sizes[group] += len(new)
+
+    def discard(self, slots: NDArray[np.int32]) -> None:
+        """Remove slots, in one scan of all members."""
+        if not len(slots):
+            return
+        gone = np.zeros(1 + max((int(m[:size].max(initial=0)) for m, size in self._lists()), default=0), np.bool_)
+        gone[slots[slots < len(gone)]] = True
+        for group, (members, size) in enumerate(self._lists()):
+            kept = members[:size][~gone[members[:size]]]
+            members[: len(kept)] = kept
+            self._sizes[group] = len(kept)
+
+    def sample(self, n: int, generator: np.random.Generator) -> NDArray[np.int32]:
+        """Return n different slots: as many of each group, if they are large enough."""
+        quotas = self._sizes.copy()
+        if quotas.sum() > n:
+            quota = level(self._sizes, n)
+            quotas = np.minimum(self._sizes, quota)
+            larger = np.flatnonzero(self._sizes > quota)
+            quotas[generator.choice(larger, size=n - int(quotas.sum()), replace=False)] += 1
+        chosen = [self._of(group, int(quotas[group]), generator) for group in np.flatnonzero(quotas).tolist()]
+        return np.concatenate(chosen) if chosen else np.empty(0, np.int32)
+
+    def _of(self, group: int, n: int, generator: np.random.Generator) -> NDArray[np.int32]:
+        members, size = self._members[group], int(self._sizes[group])
+        if size < _SPARSE * n:
+            return members[generator.choice(size, size=n, replace=False)]
+        positions: dict[int, None] = {}
+        while len(positions) < n:
+            positions.update(dict.fromkeys(generator.integers(size, size=n - len(positions)).tolist()))
+        return members[list(positions)]
+
+    def _lists(self) -> list[tuple[NDArray[np.int32], int]]:
+        return list(zip(self._members, self._sizes.tolist(), strict=True))
+
+
+class BalancedSampler(Sampler):
     """Samples each group equally often, and uniformly within a group; larger groups fill up for smaller ones."""
-
-    divisible = False
 
     def __init__(self, event_table: EventTable, group_of: Callable[[Slots], NDArray[np.int64]]) -> None:
         super().__init__(event_table)
@@ -37,55 +98,3 @@ class BalancedSampler(UniformSampler):
     @override
     def remove(self, slots: Slots) -> None:
         self._groups.discard(slots)
-
-
-class ClusterSampler(BalancedSampler):
-    """Samples each cluster of the model's embeddings equally often.
-
-    Events without a known cluster, as after a restart, are sampled in proportion to their number. When the index
-    process has trained new clusters, all events are grouped again. One event in eight is replaced by a stale one of its
-    cluster, whose embedding is of an old model: sampling it updates the embedding.
-    """
-
-    def __init__(self, event_table: EventTable, tracker: EmbeddingTracker) -> None:
-        super().__init__(event_table, lambda slots: tracker.clusters(slots).astype(np.int64))
-        self._tracker = tracker
-        self._grouped = tracker.training
-        self._stale = np.empty(0, np.int32)
-
-    @override
-    def sample(self, n: int, generator: np.random.Generator) -> Choice:
-        if self._grouped != self._tracker.training:
-            self._grouped, self._groups = self._tracker.training, GroupLists()
-            self.add(self._event_table.slots)
-        any_ = UniformSampler.sample(self, n, generator).slots
-        slots = any_[self._tracker.clusters(any_) == UNKNOWN]
-        slots = np.concatenate([slots, self._groups.sample(len(any_) - len(slots), generator)])
-        # If the clusters have fewer events, the sample has all of them; the rest is uniform.
-        slots = np.concatenate([slots, any_[~np.isin(any_, slots)]])[: len(any_)]
-        return Choice(generator.permutation(self._with_stale(slots, stale_share(n, generator))))
-
-    @override
-    def add(self, slots: Slots) -> None:
-        super().add(slots[self._tracker.clusters(slots) != UNKNOWN])
-
-    @override
-    def remove(self, slots: Slots) -> None:
-        super().remove(slots)
-        self._stale = self._stale[~np.isin(self._stale, slots)]
-
-    def _with_stale(self, slots: Slots, n: int) -> Slots:
-        """Replace up to n events by stale ones of the same clusters; stale events without a match wait."""
-        stale = self._stale
-        if len(stale) < MAX_STALE:
-            stale = np.concatenate([stale, self._tracker.stale(n)])
-        clusters = self._tracker.clusters(slots).copy()
-        clusters[np.isin(slots, stale)] = TAKEN
-        stale = stale[~np.isin(stale, slots)]
-        waits = np.ones(len(stale), np.bool_)
-        for at, cluster in enumerate(self._tracker.clusters(stale).tolist()):
-            matches = np.flatnonzero(clusters == cluster)[: n - int((~waits).sum())]
-            if len(matches):
-                slots[matches[0]], clusters[matches[0]], waits[at] = stale[at], TAKEN, False
-        self._stale = stale[waits]
-        return slots

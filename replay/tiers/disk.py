@@ -8,11 +8,14 @@ Legend: S slots, R bytes of a row, n rows of a call.
 """
 
 import contextlib
+import errno
+import functools
 import logging
 import os
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,13 +25,27 @@ from torch import Tensor
 from typing_extensions import override
 
 from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
-from anabranch.core.failures import DamagedError, Failure, decoded, failure_of
-from anabranch.core.files import open_file, sync_directory
-from replay.snapshot import TierRef
-from replay.tiers.checksum import CHECKSUM, row_sums
-from replay.tiers.disk_files import ASIDE, FORMAT, PAGE, REPLAY, SUFFIX, FileUse, Header, remove_empty
-from replay.tiers.record_file import RecordFile
-from replay.tiers.tier import SlowTier
+from anabranch.core.failures import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
+from anabranch.core.files import check_names, open_file, sync_directory, write_at
+from anabranch.replay.settings import DiskSettings
+from anabranch.replay.snapshot import StoreSnapshot, TierRef
+from anabranch.replay.tiers.disk_files import (
+    ASIDE,
+    FORMAT,
+    PAGE,
+    REPLAY,
+    SUFFIX,
+    FileUse,
+    Header,
+    check_mounted,
+    discard,
+    discard_unnamed,
+    find,
+    next_path,
+    remove_empty,
+    take_back,
+)
+from anabranch.replay.tiers.tier import CHECKSUM, SlowTier, TierContext, TierFactory, row_sums
 
 _MAX_WASTE = 1 / 3
 """The part of a record by which it may be padded to whole pages."""
@@ -54,6 +71,7 @@ class DiskTier(SlowTier):
         """The contents of the first page."""
         self.id = header.id
         """Distinguishes this file from others of the same name."""
+        self.file: TierRef = TierRef(path.name, header.id)
         self.slots, self.row_bytes = header.slots, header.row_bytes
         self.slot_bytes = self.bytes_of(header.row_bytes)
         self._faults: dict[str, str] = {}
@@ -62,11 +80,6 @@ class DiskTier(SlowTier):
         self.pinned = pinned
         self._cold: bool | None = None
         """Whether the last read waited for the disk; None before the first."""
-
-    @property
-    @override
-    def file(self) -> TierRef:
-        return TierRef(self.path.name, self.id)
 
     @property
     @override
@@ -198,18 +211,17 @@ class DiskTier(SlowTier):
             self._records.sync()
 
     @override
-    def mark_named(self) -> None:
-        if not self.header.named:
-            self._mark(msgspec.structs.replace(self.header, named=True))
+    def mark_named(self, last: int | None = None) -> None:
+        # `last`: slots that only checkpoints after this one name may be written from now on.
+        header = msgspec.structs.replace(self.header, named=True)
+        if last is not None:
+            header = header.without_after(last)
+        if header != self.header:
+            self._mark(header)
 
     @override
     def mark_intact(self, number: int, stamp: str, oldest: int) -> None:
         self._mark(self.header.listing(number, stamp, oldest), sync=False)
-
-    def unlist_after(self, number: int) -> None:
-        """Record durably that slots which only checkpoints after this one name may be written; raises OSError."""
-        if (header := self.header.without_after(number)) != self.header:
-            self._mark(header)
 
     def _mark(self, header: Header, *, sync: bool = True) -> None:
         with self._reporting("cannot be marked", "; the next checkpoint tries again"):
@@ -261,3 +273,217 @@ def _allocate(descriptor: int, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     else:  # macOS
         os.ftruncate(descriptor, size)
+
+
+_REGION = 64
+"""Slots that share one mark for having been written."""
+
+
+class RecordFile:
+    """Records by slot. `read` and `sync` may run while another thread writes other slots. All raise OSError."""
+
+    def __init__(self, descriptor: int, slots: int, slot_bytes: int) -> None:
+        """Take the descriptor, which `close` closes."""
+        self._file = descriptor
+        self._slots, self._slot_bytes = slots, slot_bytes
+        self._syncing, self._writing = threading.Lock(), threading.Lock()
+        self._regions = self._no_regions()
+        """The regions that were written since the last `sync` began."""
+        self._doubtful = self._no_regions()
+        """The regions that a failed `sync` may not have brought to the disk."""
+
+    def read_ahead(self, slots: NDArray[np.int64]) -> None:
+        """Have the system read n records in the background, in ascending slots."""
+        if hasattr(os, "posix_fadvise"):
+            for offset in (PAGE + slots * self._slot_bytes).tolist():
+                os.posix_fadvise(self._file, offset, self._slot_bytes, os.POSIX_FADV_WILLNEED)
+
+    def read(self, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return n records, in ascending slots; one that cannot be read is zeros, which is valid for no event."""
+        size, failed = self._slot_bytes, 0
+        records = np.zeros((len(slots), size), np.uint8)
+        content = records.reshape(-1).data
+        ends = np.flatnonzero(np.diff(slots, append=-1) != 1) + 1
+        begins = np.append(0, ends)[:-1]
+        runs = list(zip(begins.tolist(), ends.tolist(), slots[begins].tolist(), strict=True))
+        while runs:
+            begin, end, slot = runs.pop()
+            try:
+                os.preadv(self._file, (content[begin * size : end * size],), PAGE + slot * size)
+            except OSError as exc:
+                if exc.errno == errno.EIO and end > begin + 1:  # each of them may be readable
+                    runs += [(at, at + 1, slot + at - begin) for at in range(begin, end)]
+                    continue
+                failed += 1
+                if exc.errno != errno.EIO or (failed == len(slots) and not self._reads()):
+                    raise
+        return records
+
+    def _reads(self) -> bool:
+        """Return whether the first page can be read."""
+        with contextlib.suppress(OSError):
+            return len(os.pread(self._file, PAGE, 0)) == PAGE
+        return False
+
+    def write(self, content: memoryview, slot: int) -> None:
+        """Write consecutive records from a slot on."""
+        offset, size = PAGE + slot * self._slot_bytes, len(content)
+        with self._writing:
+            written = os.pwritev(self._file, [content], offset)
+            if written < size:
+                write_at(self._file, bytes(content[written:]), offset + written)
+            self._regions[slot // _REGION : (slot + size // self._slot_bytes - 1) // _REGION + 1] = True
+
+    def erase(self, slots: NDArray[np.int64]) -> None:
+        """Write zeros over records; a row of zeros with the checksum 0 is valid for no event."""
+        zeros = bytes(self._slot_bytes)
+        for slot in slots.tolist():
+            if os.pread(self._file, self._slot_bytes, PAGE + slot * self._slot_bytes) != zeros:
+                self.write(memoryview(zeros), slot)
+
+    def write_first_page(self, page: bytes) -> None:
+        """Write the first page."""
+        os.pwrite(self._file, page, 0)
+
+    def sync(self) -> None:
+        """Wait until all writes outlive the process.
+
+        The system reports a failed fsync once and then treats its pages as clean, so those regions are written again
+        first (Rebello et al. 2020, "Can applications recover from fsync failures?").
+        """
+        with self._syncing:
+            with self._writing:
+                written, self._regions = self._regions, self._no_regions()
+            again, self._doubtful = self._doubtful, self._doubtful | written
+            for region in np.flatnonzero(again).tolist():
+                self._write_again(region)
+            os.fsync(self._file)
+            self._doubtful = self._no_regions()
+
+    def _write_again(self, region: int) -> None:
+        """Read and write the records of a region again; unreadable ones are lost, and invalid when read."""
+        begin = region * _REGION
+        for slot in range(begin, min(begin + _REGION, self._slots)):
+            offset = PAGE + slot * self._slot_bytes
+            with self._writing:
+                try:
+                    record = os.pread(self._file, self._slot_bytes, offset)
+                except OSError as exc:
+                    if exc.errno != errno.EIO:
+                        raise
+                else:
+                    write_at(self._file, record, offset)
+
+    def close(self) -> None:
+        """Close the file."""
+        # A checkpoint that is still being written must not read another file of the same descriptor.
+        descriptor, self._file = self._file, -1
+        os.close(descriptor)
+
+    def _no_regions(self) -> NDArray[np.bool_]:
+        return np.zeros(-(-self._slots // _REGION), np.bool_)
+
+
+class DiskTierFactory(TierFactory):
+    """Opens disk tiers: files with ascending numbers in the folder of the context. A cache is a new file."""
+
+    def __init__(self, section: DiskSettings | None, context: TierContext) -> None:
+        self._section = section
+        self._context = context
+        self._path: Path | None = None
+        self._restores = False
+        """Whether the file of the checkpoint is missing, and the checkpoint has the rows."""
+
+    @property
+    @override
+    def slots(self) -> int:
+        assert self._section is not None
+        return DiskTier.slots_in(int(self._section.bytes), self._context.row_bytes)
+
+    @override
+    def owns(self, file: TierRef) -> bool:
+        return file.name.endswith(SUFFIX)
+
+    @override
+    def open_existing(self, contents: StoreSnapshot) -> DiskTier:
+        file, context = contents.state.file, self._context
+        assert file is not None
+        number, stamp = contents.state.checkpoint, contents.state.stamp if contents.rows is not None else None
+        try:
+            return open_named(self._folder, file, number, pinned=context.pinned, writable=context.writable, stamp=stamp)
+        except SettingsError:
+            if contents.rows is not None and context.writable:
+                check_mounted(self._folder, REPLAY.setting)
+                discard_unnamed(self._folder, REPLAY.setting)
+                self._restores = True
+            raise
+
+    @override
+    def open_primary(self, slots: int, source: SlowTier | None) -> DiskTier:
+        if isinstance(source, DiskTier) and (source.row_bytes, source.slots) == (self._context.row_bytes, slots):
+            self._path = source.path
+            return source
+        try:
+            return self._create(slots)
+        except SettingsError:
+            if not self._restores:
+                raise
+        for path in self._folder.glob(f"*{SUFFIX}"):  # there is no space for both, and the checkpoint has the rows
+            discard(path)
+        return self._create(slots)
+
+    @override
+    def cache(self, slots: int, _primary: SlowTier) -> DiskTier:
+        return self._create(slots)
+
+    @override
+    def cleanup_actions(self, *, first: bool) -> list[Callable[[], None]]:
+        files = [] if self._context.folder is None else self._context.folder.glob(f"*{SUFFIX}")
+        return [functools.partial(discard, path) for path in files if path != self._path]
+
+    @property
+    def _folder(self) -> Path:
+        assert self._context.folder is not None
+        return self._context.folder
+
+    def _create(self, slots: int) -> DiskTier:
+        self._path = next_path(self._folder)
+        return DiskTier.create(self._path, self._context.row_bytes, slots, pinned=self._context.pinned)
+
+
+def open_named(
+    folder: Path,
+    file: TierRef,
+    checkpoint: int,
+    *,
+    pinned: bool = False,
+    writable: bool = True,
+    use: FileUse = REPLAY,
+    stamp: str | None = None,
+) -> DiskTier:
+    """Open the file in a folder that a checkpoint names, also if it was put aside.
+
+    `stamp`: of the checkpoint, if the file must list it, since the checkpoint has the rows otherwise.
+
+    Raises:
+        SettingsError: it is missing or damaged, or another file has its name, or it does not list the checkpoint.
+        DependencyError: it cannot be read or moved now.
+    """
+    with damage_is(SettingsError, f"checkpoint {checkpoint}: the name of the file that {use.contents}"):
+        check_names([file.name])
+    path = (take_back if writable else find)(folder, file, use.setting)
+    tier = DiskTier.open(path, pinned=pinned, writable=writable, use=use)
+    try:
+        if tier.id != file.id:
+            raise SettingsError(
+                f"{tier.path} is not the file that checkpoint {checkpoint} belongs to; put that one back"
+            )
+        if stamp is not None and not tier.header.lists(stamp):
+            raise SettingsError(f"{tier.path} is from another time than checkpoint {checkpoint}, and may lack its rows")
+        if writable:
+            with away_is_dependency(use.setting):
+                tier.mark_named(checkpoint)
+    except BaseException:
+        tier.close()
+        raise
+    return tier

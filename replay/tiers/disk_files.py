@@ -22,7 +22,7 @@ import msgspec
 from anabranch.core.errors import DependencyError
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import number_of, open_file, sync_directory
-from replay.snapshot import TierRef
+from anabranch.replay.snapshot import TierRef
 
 SUFFIX = ".rows"
 ASIDE = ".before"
@@ -46,7 +46,7 @@ class FileUse:
     """
 
     setting: str = "replay.disk"
-    unread: str = "; what it has is not rehearsed"
+    unread: str = "; its events are not replayed"
     unwritten: str = "; events are not stored"
     contents: str = "the replay contents are in"
 
@@ -201,7 +201,8 @@ def _put_aside(folder: Path, older: Sequence[Path]) -> None:
         log.warning(
             "the checkpoints that name %s are missing: it is kept as %s, and is restored when they are back; "
             "delete it if they are not to come back",
-            *(path, aside.name),
+            path,
+            aside.name,
         )
     if named:
         sync_directory(folder)

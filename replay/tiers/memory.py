@@ -1,9 +1,14 @@
 """The tier `device`: preallocated memory on the learner's device or, if configured, pinned memory of the host.
 
-Legend: S slots, R bytes of a row, n rows of a call.
+Work on a device is queued in the store's stream. Out of memory, it continues in pieces, or on the host.
+
+Legend: S slots, R bytes of a row, n rows of a call, W words of a row.
 """
 
+import ctypes
 import math
+import sys
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,13 +18,73 @@ from torch import Tensor
 from typing_extensions import override
 
 from anabranch.core.failures import out_of_memory
-from ingest.events.block import Array
-from replay.row_layout import LINE, LONG
-from replay.tiers.device_rows import DeviceRows, LazyDeviceRows
-from replay.tiers.prefault import Pages
-from replay.tiers.staged_rows import LazyRows, MissingRows, StagedRows
-from replay.tiers.store_stream import StoreStream
-from replay.tiers.tier import Tier
+from anabranch.ingest.events.block import Array
+from anabranch.replay.row_layout import LINE, LONG
+from anabranch.replay.tiers.staged_rows import LazyRows, MissingRows, StagedRows
+from anabranch.replay.tiers.store_stream import StoreStream, in_pieces
+from anabranch.replay.tiers.tier import Tier
+
+_WRITTEN_BYTES = 16_000_000
+"""Most bytes of the rows that are copied to the device at once."""
+_READ_BYTES = 64_000_000
+"""Most bytes of the rows that are gathered for the host at once."""
+
+
+class DeviceRows:
+    """S rows as words of 8 bytes. `read` may be called by any thread, for rows that are not written meanwhile."""
+
+    def __init__(self, row_bytes: int, slots: int, stream: StoreStream) -> None:
+        """Allocate the rows, all zero; raises RuntimeError when there is not enough memory."""
+        self._row_bytes = row_bytes
+        self._stream = stream
+        self._reader = StoreStream(stream.device)
+        with stream.work():
+            self.words = torch.zeros((slots, row_bytes // 8), dtype=torch.int64, device=stream.device)
+
+    def put(self, slots: NDArray[np.int64], words_nW: Tensor) -> None:
+        """Scatter n rows, int64 `[n, W]`, from any device."""
+
+        def put_part(part: slice) -> None:
+            with self._stream.work():
+                if words_nW.device.type == "cpu":
+                    where, words = self._stream.upload(slots[part], words_nW[part].numpy())
+                else:
+                    (where,), words = self._stream.upload(slots[part]), words_nW[part]
+                self.words.index_copy_(0, where, words)
+
+        if words_nW.device.type != "cpu":
+            self._stream.take(words_nW)
+        in_pieces(put_part, len(slots), max(1, _WRITTEN_BYTES // self._row_bytes))
+
+    def gather(self, slots: NDArray[np.int64]) -> Tensor:
+        """Return the rows of n slots, uint8 `[n, R]`, for use in the store's stream."""
+        with self._stream.work():
+            (where,) = self._stream.upload(slots)
+            return self.words.index_select(0, where).view(torch.uint8)
+
+    def read(self, slots: NDArray[np.int64]) -> Tensor:
+        """Return the rows of n slots on the host, uint8 `[n, R]`; does not wait for writes queued after the call."""
+        rows_nR = torch.empty((len(slots), self._row_bytes), dtype=torch.uint8)
+
+        def read_part(part: slice) -> None:
+            with self._reader.work():
+                (where,) = self._reader.upload(slots[part])
+                self._reader.download(self.words.index_select(0, where).view(torch.uint8), rows_nR[part])
+
+        self._reader.follow(self._stream)
+        in_pieces(read_part, len(slots), max(1, _READ_BYTES // self._row_bytes))
+        return rows_nR
+
+    def erase(self, slots: NDArray[np.int64]) -> None:
+        """Overwrite the rows of n slots with zeros."""
+
+        def erase_part(part: slice) -> None:
+            with self._stream.work():
+                (where,) = self._stream.upload(slots[part])
+                self.words.index_fill_(0, where, 0)
+
+        in_pieces(erase_part, len(slots), max(1, len(slots)))
+
 
 _BYTES = np.dtype(np.uint8)
 
@@ -39,7 +104,7 @@ class MemoryTier(Tier):
         Args:
             row_bytes: R.
             slots: S.
-            device: the learner's, to which `gather` copies rows.
+            device: the learner's, to which `copy` and `stage` bring rows.
             on_host: whether rows are stored on the host, whatever the device is.
 
         Raises:
@@ -93,23 +158,15 @@ class MemoryTier(Tier):
     def read(self, slots: NDArray[np.int64], _identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
         return self._read(slots), np.ones(len(slots), np.bool_)
 
-    def gather(self, slots: NDArray[np.int64]) -> Tensor:
-        """Return the rows of n slots, uint8 `[n, R]` on the device, for work that is queued later."""
-        if self.stream is None:
-            return self._read(slots)
-        rows_nR = self._gather(slots)
-        return self.stream.hand_over(rows_nR, self.stream.record())
-
     def stage(self, slots: NDArray[np.int64]) -> StagedRows:
         """Return the rows of n slots as the rows of a plan; a copy from the host to the device starts at once."""
-        if self._rows is not None and self.stream is not None:
-            rows = self._rows
-            return LazyDeviceRows(len(slots), lambda: rows.gather(slots), lambda: rows.read(slots), self.stream)
+        if (rows := self._rows) is not None:
+            return LazyRows(len(slots), lambda: rows.gather(slots), lambda: rows.read(slots), self.stream)
         if self.stream is not None:
             return self.copy(slots)
         words = self._host_words
         assert words is not None
-        return LazyRows(len(slots), lambda: self._gather_on_host(words, slots))
+        return LazyRows(len(slots), lambda: self._gather_on_host(words, slots), lambda: self._read(slots))
 
     def copy(self, slots: NDArray[np.int64], missing: MissingRows | None = None) -> StagedRows:
         """Return a copy of the rows of n slots as the rows of a plan.
@@ -226,3 +283,64 @@ def _pin(words: Tensor) -> None:
 
 def _unpin(words: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(words.data_ptr())  # type: ignore[no-untyped-call]
+
+
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14: creates pages as a write does, and leaves their contents unchanged."""
+_AHEAD_BYTES = 8_000_000
+_PORTION_BYTES = 2 << 20
+_PAGE = 4096
+
+
+class Pages:
+    """The pages of a block of memory that is written roughly in ascending order.
+
+    If the system cannot create pages ahead, or the memory is small, each page is created when it is written.
+    """
+
+    def __init__(self, address: int, size: int) -> None:
+        """Take `size` bytes from an address on, which must stay allocated until `close`."""
+        self._begin = -(-address // _PAGE) * _PAGE
+        self._end = (address + size) // _PAGE * _PAGE
+        self._requested = self._begin
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        if sys.platform == "linux" and self._end - self._begin > _PORTION_BYTES:
+            self._thread = threading.Thread(target=self._create, name="pages", daemon=True)
+            self._thread.start()
+            self.request_ahead(0)
+
+    @property
+    def all_requested(self) -> bool:
+        """Whether no page is left to request."""
+        return self._thread is None or self._requested == self._end
+
+    def request_ahead(self, size: int) -> None:
+        """Have the pages created that follow the first `size` bytes, which are written next. Any thread may call it."""
+        end = min(self._end, self._begin + size + _AHEAD_BYTES)
+        # In portions, so that a writer does not wake the thread each time.
+        if end > self._requested + _PORTION_BYTES or end == self._end:
+            with self._changed:
+                self._requested = max(end, self._requested)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Stop, and wait until the last portion is created."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _create(self) -> None:
+        # The module mmap would keep the GIL during the call.
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        created = self._begin
+        while created < self._end:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or created < self._requested)  # noqa: B023 called at once
+            if self._closed or madvise(created, min(_PORTION_BYTES, self._end - created), _POPULATE_WRITE):
+                return
+            created += _PORTION_BYTES

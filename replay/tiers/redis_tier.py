@@ -22,13 +22,12 @@ from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import away_is_dependency
-from replay.config import RedisSettings
-from replay.snapshot import StoreSnapshot, TierRef
-from replay.tiers.checksum import CHECKSUM, row_sums
-from replay.tiers.tier import SlowTier, TierContext, TierFactory
+from anabranch.replay.settings import RedisSettings
+from anabranch.replay.snapshot import StoreSnapshot, TierRef
+from anabranch.replay.tiers.tier import CHECKSUM, SlowTier, TierContext, TierFactory, row_sums
 
 if TYPE_CHECKING:
-    from replay.tiers.redis_server import RedisServer  # whose client is an extra
+    from anabranch.replay.tiers.redis_server import RedisServer  # whose client is an extra
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,11 @@ _CLASSES = 8
 
 
 class RedisTier(SlowTier):
-    """S slots on a server that several tiers may share. Any thread may use it, except to write a slot that is read."""
+    """S slots on a server that several tiers may share. Any thread may use it, except to write a slot that is read.
+
+    Rows outlive the process as long as the server keeps them, and the next start without checkpoints sweeps the keys:
+    `sync` and `mark_named` have nothing to do.
+    """
 
     name = "redis"
 
@@ -64,16 +67,12 @@ class RedisTier(SlowTier):
         self.server = server
         self.id = generation
         """Distinguishes these slots from those of other assignments."""
+        self.file = TierRef(self.name, generation)
         self.slots = slots
         self.row_bytes = row_bytes
         self.slot_bytes = self.bytes_of(row_bytes)
         self.pinned = pinned
         self._shared = shared
-
-    @property
-    @override
-    def file(self) -> TierRef:
-        return TierRef(self.name, self.id)
 
     @property
     @override
@@ -118,10 +117,6 @@ class RedisTier(SlowTier):
         self.server.remove(self._keys(slots))
 
     @override
-    def sync(self) -> None:
-        """Do nothing: rows outlive the process as long as the server keeps them."""
-
-    @override
     def mark_intact(self, number: int, stamp: str, oldest: int) -> None:
         kept = [each for each in self._listed() if each[0] >= oldest]
         self._list([*kept[-_MOST_LISTED:], (number, stamp)])
@@ -135,10 +130,6 @@ class RedisTier(SlowTier):
         listed = self._listed()
         if len(kept := [each for each in listed if each[0] <= number]) < len(listed):
             self._list(kept)
-
-    @override
-    def mark_named(self) -> None:
-        """Do nothing: the next start without checkpoints sweeps the keys."""
 
     @override
     def close(self) -> None:
@@ -194,7 +185,7 @@ class RedisTierFactory(TierFactory):
         if self._section is None:
             return
         try:
-            from replay.tiers.redis_server import RedisServer
+            from anabranch.replay.tiers.redis_server import RedisServer
         except ImportError as exc:  # its client is an extra
             raise SettingsError(f"replay.redis needs {exc.name}; install it: pip install 'anabranch[redis]'") from exc
         assert self._context.keys

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from replay.row_layout import PackedRows
-from replay.tiers.store_stream import StoreStream
+from anabranch.core.failures import out_of_memory
+from anabranch.replay.row_layout import PackedRows
+from anabranch.replay.tiers.store_stream import StoreStream
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class StagedRows:
     _ready: torch.cuda.Event | None = None
     _done: threading.Event | None = None
     _valid: NDArray[np.bool_] | None = None
-    _lost: NDArray[np.bool_] | None = None
+    lost: NDArray[np.bool_] = np.empty(0, np.bool_)
+    """Which of the m rows no tier has any more; once they have arrived."""
 
     def __init__(self, rows_nR: Tensor, missing: MissingRows | None = None, stream: StoreStream | None = None) -> None:
         """Take the rows; those of `missing` are still to be read.
@@ -84,7 +86,7 @@ class StagedRows:
         if not valid.all():
             self._valid = np.ones(self.n, np.bool_)
             self._valid[self.missing.positions[~valid]] = False
-        self._lost = lost
+        self.lost = lost
         self._done.set()
 
     def wait(self) -> float:
@@ -178,41 +180,92 @@ class StagedRows:
             else self._valid[self.missing.positions]
         )
 
-    @property
-    def lost(self) -> NDArray[np.bool_]:
-        """Which of the m rows no tier has any more; once they have arrived."""
-        assert self._lost is not None
-        return self._lost
-
 
 class LazyRows(StagedRows):
     """The n rows of a plan that stay in their slots until they are sampled, or until `materialize`.
 
     Rows gathered ahead would have left the processor's cache when the step reads them. Rows gathered when sampled reuse
-    the memory of the previous sample.
+    the memory of the previous sample. On a device, `prefetch` gathers them one step ahead.
     """
 
     _gathered: PackedRows | None = None
+    _on_host: Tensor | None = None
+    """The rows, where the device had no memory for them."""
 
-    def __init__(self, n: int, gather: Callable[[], PackedRows]) -> None:
-        """Take a function that gathers the rows, `[n, R]` on the device; a checkpoint may call it in another thread."""
+    def __init__(
+        self,
+        n: int,
+        gather: Callable[[], PackedRows],
+        read: Callable[[], Tensor],
+        stream: StoreStream | None = None,
+    ) -> None:
+        """Take functions that return the rows, uint8 `[n, R]`.
+
+        Args:
+            n: how many.
+            gather: on the device, in the stream if there is one.
+            read: on the host; a checkpoint may call it in another thread.
+            stream: of the device; None: the device is the host.
+        """
         self.n = n
         self._gather = gather
+        self._read = read
+        self._stream = stream
 
     @override
     def materialize(self) -> None:
-        self.rows()
+        """Copy the rows; to the host where the device has no memory for them."""
+        if not self.prefetch() and self._on_host is None:
+            torch.cuda.empty_cache()
+            self._on_host = self._read()
+
+    @override
+    def prefetch(self) -> bool:
+        try:
+            self._gathered_rows()
+        except RuntimeError as exc:
+            if not out_of_memory(exc):
+                raise
+            return False
+        return True
 
     @override
     def clear(self) -> None:
-        self.rows()[...] = 0
-
-    @override
-    def host_copy(self) -> Tensor:
-        return torch.as_tensor(self.rows()).to("cpu", copy=True)
+        if self._on_host is not None:
+            self._on_host.zero_()
+        if self._gathered is not None:
+            with contextlib.nullcontext() if self._stream is None else self._stream.work():
+                self._gathered[...] = 0
+                if self._stream is not None:
+                    self._ready = self._stream.record()
 
     @override
     def rows(self, n: int | None = None) -> PackedRows:
+        rows_nR = self._gathered_rows()
+        if self._stream is not None:
+            rows_nR = self._stream.hand_over(torch.as_tensor(rows_nR), self._ready)
+        return rows_nR if n is None or n >= self.n else rows_nR[:n]
+
+    @override
+    def host_copy(self) -> Tensor:
         if self._gathered is None:
-            self._gathered = self._gather()
-        return self._gathered if n is None or n >= self.n else self._gathered[:n]
+            return self._read() if self._on_host is None else self._on_host.clone()
+        if self._stream is None:
+            return torch.as_tensor(self._gathered).clone()
+        return super().host_copy()
+
+    @override
+    def _on_device(self) -> Tensor:
+        return torch.as_tensor(self._gathered_rows())
+
+    def _gathered_rows(self) -> PackedRows:
+        if self._gathered is None:
+            if self._stream is None:
+                self._gathered = self._gather()
+            else:
+                with self._stream.work():
+                    on_host = self._on_host
+                    gathered = self._gather() if on_host is None else self._stream.upload(on_host.numpy())[0]
+                    self._ready = self._stream.record()
+                self._gathered = gathered
+        return self._gathered

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anabranch.core.failures import out_of_memory
-from ingest.events.block import Array
+from anabranch.ingest.events.block import Array
 
 _ALIGNMENT = 16
 

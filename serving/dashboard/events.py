@@ -7,11 +7,11 @@ from typing import Literal, get_args
 
 import msgspec
 
-from learner.state_dir.report import LearnerReport
-from learner.state_dir.search.control import SearchReport, shown
-from learner.state_dir.undo_file import UndoReport
-from serving.reporting.report import ServingReport
-from serving.rollout.version_list import VersionLine
+from anabranch.learner.state_dir.search_control import SearchReport, shown
+from anabranch.learner.state_dir.undo_file import UndoReport
+from anabranch.learner.status.report import LearnerReport
+from anabranch.serving.reporting.report import ServingReport
+from anabranch.serving.rollout.version_list import VersionLine
 
 EventKind = Literal["swap", "refused", "drift", "restart", "checkpoint", "lag", "undo", "search"]
 KINDS: tuple[EventKind, ...] = get_args(EventKind)

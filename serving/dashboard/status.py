@@ -6,17 +6,17 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from learner.state_dir.report import LAG_STALE, LearnerReport, read_report
-from serving.dashboard.events import EventDetector
-from serving.dashboard.time_series import RESOLUTIONS, History
-from serving.dashboard.version_history import VersionHistory, VersionRow
-from serving.fleet.overview import RecentFleet
-from serving.model.deployment import Deployment
-from serving.reporting.health import ReportAge, judge
-from serving.reporting.report import ServingReport
-from serving.reporting.worker_pool import PoolWorker
-from serving.rollout.hot_swap import VersionSwapper
-from serving.rollout.version_list import VersionList
+from anabranch.learner.status.report import LAG_STALE, LearnerReport, read_report
+from anabranch.serving.dashboard.events import EventDetector
+from anabranch.serving.dashboard.time_series import RESOLUTIONS, History
+from anabranch.serving.dashboard.version_history import VersionHistory, VersionRow
+from anabranch.serving.fleet.overview import RecentFleet
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.reporting.health import ReportAge, judge
+from anabranch.serving.reporting.report import ServingReport
+from anabranch.serving.reporting.worker_pool import PoolWorker
+from anabranch.serving.rollout.hot_swap import VersionSwapper
+from anabranch.serving.rollout.version_list import VersionList
 
 _WINDOWS = ("now", "worst", "old")
 _RATES = ("steps", "rows_new", "rows_replay")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.dashboard.events import EventLog
+from anabranch.serving.dashboard.events import EventLog
 
 RESOLUTIONS = ((1, 600), (10, 720), (120, 5040))
 """Seconds that a point stands for, and how many points are kept: ten minutes, two hours, a week."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from serving.rollout.version_list import VersionLine
+from anabranch.serving.rollout.version_list import VersionLine
 
 NEWEST = 6
 """The newest versions, which are all listed."""

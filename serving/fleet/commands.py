@@ -6,12 +6,12 @@ from datetime import timedelta
 from anabranch.core.errors import AnabranchError
 from anabranch.core.failures import DamagedError
 from anabranch.core.object_store.bucket import BucketAwayError, ReplacedError
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.head import BucketHead, HeadReader
-from learner.object_storage.rollout import FleetRollout, RolloutFile
-from learner.state_dir.version import RegistryState, Versions
-from serving.errors import ConflictError, UnavailableError
-from serving.fleet.version_cache import WITHHELD, VersionCache
+from anabranch.learner.object_storage.fleet import FleetRollout, RolloutFile
+from anabranch.learner.object_storage.head import BucketHead, HeadReader
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.versions.format import RegistryState, Versions
+from anabranch.serving.errors import ConflictError, UnavailableError
+from anabranch.serving.fleet.version_cache import WITHHELD, VersionCache
 
 _PATIENCE = timedelta(seconds=10)
 """How long a command waits for a version that is copied."""
@@ -77,9 +77,9 @@ class FleetCommands:
         try:
             reader.poll()
             rollout.poll()
-            versions = reader.head.versions if reader.head is not None else {}
-            if served and reader.head is not None and number in versions:
-                self._copy(number, reader.head, rollout.contents)
+            versions = reader.contents.versions if reader.contents is not None else {}
+            if served and reader.contents is not None and number in versions:
+                self._copy(number, reader.contents, rollout.contents)
         except BucketAwayError as exc:
             raise _unavailable(exc) from exc
         except TimeoutError as exc:

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection
 
-from learner.object_storage.head import BucketHead
-from learner.object_storage.rollout import FleetRollout
-from learner.state_dir.version import Verdict
-from serving.fleet.damaged_versions import DamagedVersions
-from serving.fleet.version_cache import VersionCache
+from anabranch.learner.object_storage.fleet import FleetRollout
+from anabranch.learner.object_storage.head import BucketHead
+from anabranch.learner.versions.format import Verdict
+from anabranch.serving.fleet.damaged_versions import DamagedVersions
+from anabranch.serving.fleet.version_cache import VersionCache
 
 _LEAST_COPIES = 2
 """Versions that are copied to a host that has none: the second is served where the newest cannot be."""

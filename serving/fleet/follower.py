@@ -6,7 +6,6 @@ learner of the same host would publish them: the swap takes them from there. No 
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,13 +15,14 @@ from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
 from anabranch.core.failures import DamagedError
 from anabranch.core.object_store.bucket import BucketAwayError
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.head import BucketHead, HeadReader
-from learner.object_storage.rollout import FleetRollout
-from learner.state_dir.version import Versions
-from serving.fleet.copy_choice import CopyChoice
-from serving.fleet.damaged_versions import DamagedVersions
-from serving.fleet.version_cache import VersionCache
+from anabranch.core.periodic_thread import PeriodicThread
+from anabranch.learner.object_storage.fleet import FleetRollout
+from anabranch.learner.object_storage.head import BucketHead, HeadReader
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.versions.format import Versions
+from anabranch.serving.fleet.copy_choice import CopyChoice
+from anabranch.serving.fleet.damaged_versions import DamagedVersions
+from anabranch.serving.fleet.version_cache import VersionCache
 
 POLL_EVERY = timedelta(seconds=0.25)
 _PATIENCE = timedelta(seconds=5)
@@ -79,16 +79,16 @@ class VersionFollower:
         """With which head and decisions there was nothing left to copy."""
         self._failed_since: float | None = None
         self._sentence: str | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="serving-follower", daemon=True)
+        self._is_clean = False
+        # A download may take long, and leaves nothing behind.
+        self._thread = PeriodicThread("serving-follower", self._follow, POLL_EVERY, ended=self._ended)
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(POLL_EVERY.total_seconds())  # a download may take long, and leaves nothing behind
+        self._thread.stop()
 
     @property
     def problems(self) -> list[str]:
@@ -116,7 +116,7 @@ class VersionFollower:
             AnabranchError: the head cannot be used.
         """
         self._reader.poll()
-        head, rollout = self._reader.head, self._rollout()
+        head, rollout = self._reader.contents, self._rollout()
         if head is None:
             raise BucketAwayError(f"no learner has written to {self._url} yet")
         is_idle = (head, rollout) == self._idle_at and not self._damaged.is_due()
@@ -190,24 +190,22 @@ class VersionFollower:
         limit = max(newest, due or 0, self._damaged.latest())
         self._seen = {number: since for number, since in self._seen.items() if number <= limit}
 
-    def _follow(self) -> None:
+    def _follow(self) -> float:
         try:
-            pause = 0.0
-            is_first = True
-            while not self._stop.wait(pause):
-                try:
-                    if is_first:
-                        self._cache.clean()
-                        is_first = False
-                    pause = 0.0 if self.poll() else POLL_EVERY.total_seconds()
-                    self._backoff.reset()
-                    self._failed_since = self._sentence = None
-                except (OSError, AnabranchError) as exc:
-                    pause = self._backoff.next()
-                    self._fail(exc)
-        except BaseException as exc:  # the top of a thread
-            log.exception("the follower's thread ended")
-            self._on_error(exc)
+            if not self._is_clean:
+                self._cache.clean()
+                self._is_clean = True
+            pause = 0.0 if self.poll() else POLL_EVERY.total_seconds()
+        except (OSError, AnabranchError) as exc:
+            self._fail(exc)
+            return self._backoff.next()
+        self._backoff.reset()
+        self._failed_since = self._sentence = None
+        return pause
+
+    def _ended(self, exc: BaseException) -> None:
+        log.error("the follower's thread ended", exc_info=exc)
+        self._on_error(exc)
 
     def _fail(self, exc: Exception) -> None:
         if self._failed_since is None:

@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import Self
 
 from anabranch.core.errors import SettingsError
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.servers import FleetServer
-from learner.state_dir.report import read_report as read_learner
-from learner.state_dir.version import RegistryState, Versions
-from serving.fleet.follower import VersionFollower
-from serving.fleet.member import FleetMember
-from serving.reporting.report import ServingReport
+from anabranch.learner.object_storage.fleet import FleetServer
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.status.report import read_report as read_learner
+from anabranch.learner.versions.format import RegistryState, Versions
+from anabranch.serving.fleet.follower import VersionFollower
+from anabranch.serving.fleet.member import FleetMember
+from anabranch.serving.reporting.report import ServingReport
 
 
 def refuse_learners_directory(state_dir: Path, storage: StorageSettings) -> None:
@@ -81,19 +81,7 @@ class FleetHost:
         report = self._report()
         if report is None:
             return FleetServer(id=self.server, beat=0, time=0.0, address="", ready=False)
-        return FleetServer(
-            id=self.server,
-            beat=0,
-            time=report.time,
-            address=report.address,
-            ready=report.ready,
-            version=report.version,
-            previous=state.previous,
-            pinned=state.pinned,
-            requests_per_second=report.requests_per_second,
-            request_p99_seconds=report.request_p99_seconds,
-            slo_seconds=self._slo.total_seconds(),
-            refused=report.refused,
-            model_problem=report.model_problem,
-            problems=len(report.problems),
-        )
+        shared = {name: getattr(report, name) for name in FleetServer.__struct_fields__ if hasattr(report, name)}
+        own = {"id": self.server, "beat": 0, "previous": state.previous, "pinned": state.pinned}
+        counts = {"slo_seconds": self._slo.total_seconds(), "problems": len(report.problems)}
+        return FleetServer(**{**shared, **own, **counts})

@@ -5,7 +5,6 @@ A thread besides the follower's, since a download of minutes must delay neither.
 
 import contextlib
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -17,10 +16,17 @@ import msgspec
 
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.rollout import FleetRollout, RolloutFile
-from learner.object_storage.servers import REPORT_EVERY, FleetServer, read_server, write_server
-from learner.state_dir.version import RegistryState, Versions
+from anabranch.core.periodic_thread import PeriodicThread
+from anabranch.learner.object_storage.fleet import (
+    REPORT_EVERY,
+    FleetRollout,
+    FleetServer,
+    RolloutFile,
+    read_server,
+    write_server,
+)
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.versions.format import RegistryState, Versions
 
 _POLL_EVERY = timedelta(seconds=1)
 _LONGEST_PAUSE = timedelta(seconds=10)
@@ -77,8 +83,7 @@ class FleetMember:
         self._away: tuple[float, str] | None = None
         """Since when the decisions cannot be followed, and why."""
         self._process, self._others = uuid.uuid4().hex, 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="serving-fleet", daemon=True)
+        self._thread = PeriodicThread("serving-fleet", self._run, _STOP_PATIENCE, ended=self._ended)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -87,10 +92,9 @@ class FleetMember:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._thread.join(_STOP_PATIENCE.total_seconds())
+        self._thread.stop()
         has_failed = error is not None or self._has_failed()
-        if not (has_failed or self._thread.is_alive() or self._is_away or self._beat is None):
+        if not (has_failed or self._thread.alive or self._is_away or self._beat is None):
             with contextlib.suppress(OSError, AnabranchError):
                 self._write(self._report(self._versions.state()), stopped=True)
 
@@ -178,20 +182,19 @@ class FleetMember:
             self._counted = version
         self._crashes = dict(list(crashes.items())[-_MOST_CRASHES:])
 
-    def _run(self) -> None:
-        pause = 0.0
+    def _run(self) -> float:
         try:
-            while not self._stop.wait(pause):
-                try:
-                    self.poll()
-                    self._backoff.reset()
-                    pause, self._is_away, self._away = _POLL_EVERY.total_seconds(), False, None
-                except (OSError, AnabranchError) as exc:
-                    pause = self._backoff.next()
-                    if not self._is_away:
-                        log.warning("the fleet cannot be followed for now: %s", exc)
-                    self._is_away = True
-                    self._away = (time.monotonic() if self._away is None else self._away[0]), str(exc)
-        except BaseException as exc:  # the top of a thread
-            log.exception("the fleet's thread ended")
-            self._on_error(exc)
+            self.poll()
+        except (OSError, AnabranchError) as exc:
+            if not self._is_away:
+                log.warning("the fleet cannot be followed for now: %s", exc)
+            self._is_away = True
+            self._away = (time.monotonic() if self._away is None else self._away[0]), str(exc)
+            return self._backoff.next()
+        self._backoff.reset()
+        self._is_away, self._away = False, None
+        return _POLL_EVERY.total_seconds()
+
+    def _ended(self, exc: BaseException) -> None:
+        log.error("the fleet's thread ended", exc_info=exc)
+        self._on_error(exc)

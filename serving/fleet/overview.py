@@ -8,9 +8,15 @@ from typing import Any
 import msgspec
 
 from anabranch.core.errors import AnabranchError
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.rollout import FleetRollout, RolloutFile
-from learner.object_storage.servers import REPORT_EVERY, SILENT, FleetServer, read_servers
+from anabranch.learner.object_storage.fleet import (
+    REPORT_EVERY,
+    SILENT,
+    FleetRollout,
+    FleetServer,
+    RolloutFile,
+    read_servers,
+)
+from anabranch.learner.settings.storage import StorageSettings
 
 
 @dataclass(frozen=True)

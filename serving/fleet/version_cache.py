@@ -18,12 +18,12 @@ from anabranch.core.atomic_files import replace_file
 from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, check_names, digest_of_file
 from anabranch.core.object_store.bucket import Bucket
-from learner.object_storage.bases.fetching import fetch_base
-from learner.object_storage.head import folder_path
-from learner.state_dir.bases import bases_in
-from learner.state_dir.folders import MANIFEST, LocalStorage
-from learner.state_dir.named_bases import prune_bases
-from learner.state_dir.version import VERDICT, Manifest, RegistryState, Verdict, Versions
+from anabranch.learner.object_storage.bases import fetch_base
+from anabranch.learner.object_storage.head import folder_path
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.state_dir.folders import MANIFEST, Storage
+from anabranch.learner.versions.format import VERDICT, Manifest, RegistryState, Verdict, Versions
+from anabranch.learner.versions.named_bases import prune_bases
 
 WITHHELD = Verdict("fail", ["this server may not serve it: it is judged on canaries first, or is another learner's"])
 """The local verdict of a version that other servers may serve."""
@@ -40,7 +40,7 @@ class VersionCache:
     def __init__(self, bucket: Bucket, versions: Versions) -> None:
         self._bucket = bucket
         self._versions = versions
-        self._storage = LocalStorage(versions.path)
+        self._storage = Storage(versions.path)
         self._parts: dict[int, tuple[set[str], str | None]] = {}
         """The names of the files of each local version, and its base."""
         self._bases = bases_in(versions.path.parent)

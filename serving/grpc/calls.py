@@ -17,16 +17,16 @@ from typing_extensions import override
 from anabranch.core.failures import panics_are_errors
 from anabranch.core.tracing.context import TRACEPARENT, TRACESTATE
 from anabranch.core.tracing.spans import current_tracer
-from serving.config import ServingSettings
-from serving.errors import BadRequestError, DeadlineExceededError, RequestError, TooManyRequestsError
-from serving.grpc.intake import Intake
-from serving.grpc.messages import MESSAGES, SERVICE
-from serving.grpc.tensors import parse_request, read_request, write_reply
-from serving.http.auth import check_one_authorization, check_read
-from serving.http.request_body import BodyReader, HeldBytes
-from serving.inference.request_tracing import end_request, request_span
-from serving.inference.service import Service, in_thread, is_large
-from serving.metrics import ServingMetrics
+from anabranch.serving.errors import BadRequestError, DeadlineExceededError, RequestError, TooManyRequestsError
+from anabranch.serving.grpc.intake import Intake
+from anabranch.serving.grpc.messages import MESSAGES, SERVICE
+from anabranch.serving.grpc.tensors import parse_request, read_request, write_reply
+from anabranch.serving.http.auth import check_one_authorization, check_read
+from anabranch.serving.http.request_body import BodyReader, HeldBytes
+from anabranch.serving.inference.request_tracing import end_request, request_span
+from anabranch.serving.inference.service import Service, in_thread, is_large
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
     from anabranch.core.tracing.tracer import Tracer
@@ -170,7 +170,7 @@ class InferenceCalls:
         self._bodies.check_room(len(body))
         held.add(len(body))
         service = self._service
-        long = service.is_long(len(body))
+        long = service.signature.is_long(len(body))
         message = await in_thread(long, parse_request, service.signature, body)
         service.check_name(message.model_name)
         request = await in_thread(long, read_request, service.signature, message)
@@ -180,7 +180,12 @@ class InferenceCalls:
         reply = await in_thread(
             is_large(answers),
             write_reply,
-            *(request, answers, service.signature, service.name, chosen.name, chosen.progress),
+            request,
+            answers,
+            service.signature,
+            service.name,
+            chosen.name,
+            chosen.progress,
         )
         held.add(len(reply))
         service.compare(chosen, request, answers)

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 
-from serving.errors import BadRequestError, TooManyRequestsError
+from anabranch.serving.errors import BadRequestError, TooManyRequestsError
 
 _GRACE_SECONDS = 1.0
 """How long a message may be on its way while others wait for their turn."""

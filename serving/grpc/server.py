@@ -1,4 +1,4 @@
-"""The gRPC server: its listener, TLS, limits and stop. Its calls are those of `InferenceCalls`."""
+"""The gRPC server: its listener, TLS, limits and stop. It answers by `InferenceCalls`."""
 
 import logging
 import math
@@ -8,11 +8,14 @@ from pathlib import Path
 import grpc
 
 from anabranch.core.errors import SettingsError
-from serving.config import ServingSettings
-from serving.grpc.calls import InferenceCalls
-from serving.http.acceptor import most_grpc_connections
-from serving.http.connection import HEAD_PATIENCE
-from serving.http.listening_socket import tls_errors
+from anabranch.serving.grpc.calls import InferenceCalls
+from anabranch.serving.http.acceptor import most_grpc_connections
+from anabranch.serving.http.connection import HEAD_PATIENCE
+from anabranch.serving.http.listening_socket import load_certificate
+from anabranch.serving.http.request_body import BodyReader
+from anabranch.serving.inference.service import Service
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.settings import ServingSettings
 
 log = logging.getLogger("anabranch.serving")
 
@@ -31,9 +34,11 @@ _OLDEST = timedelta(minutes=2)
 class GrpcServer:
     """Answers calls in the event loop that starts it, on a port of `serving.host`."""
 
-    def __init__(self, calls: InferenceCalls, settings: ServingSettings, folder: Path) -> None:
-        """Take the folder of the config, to which the paths of `serving.tls` are relative."""
-        self._calls = calls
+    def __init__(
+        self, service: Service, settings: ServingSettings, metrics: ServingMetrics, bodies: BodyReader, folder: Path
+    ) -> None:
+        """`folder` is that of the config, to which the paths of `serving.tls` are relative."""
+        self._calls = InferenceCalls(service, settings, metrics, bodies)
         self._settings = settings
         self._folder = folder
         self._server: grpc.aio.Server | None = None
@@ -79,16 +84,16 @@ class GrpcServer:
         tls = self._settings.tls
         credentials: grpc.ServerCredentials | None = None
         if tls.cert is not None and tls.key is not None:
-            with tls_errors():
-                pair = (self._folder / tls.key).read_bytes(), (self._folder / tls.cert).read_bytes()
-                credentials = grpc.ssl_server_credentials([pair])
+            load_certificate(tls, self._folder)
+            pair = (self._folder / tls.key).read_bytes(), (self._folder / tls.cert).read_bytes()
+            credentials = grpc.ssl_server_credentials([pair])
         try:
             if credentials is None:
                 return int(self._server.add_insecure_port(address))
             return int(self._server.add_secure_port(address, credentials))
         except RuntimeError as exc:
             raise SettingsError(
-                f"serving.grpc_port = {self._settings.grpc_port} cannot be listened on: {address} is taken, or "
+                f"serving.grpc_port = {self._settings.grpc_port} cannot be bound: {address} is taken, or "
                 "serving.host is no address of this machine"
             ) from exc
 

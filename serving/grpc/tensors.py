@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from serving.errors import BadRequestError, shorten
-from serving.grpc.messages import MESSAGES
-from serving.grpc.wire import check_fields
-from serving.protocol.bodies import Parameters, RequestedOutput
-from serving.protocol.codec import GivenInput, Request, Signature
-from serving.protocol.parameters import check_served
-from serving.protocol.tensors import Array, TensorSpec, check_finite, read_binary, write_binary
+from anabranch.serving.errors import BadRequestError, shorten
+from anabranch.serving.grpc.messages import MESSAGES
+from anabranch.serving.grpc.wire import check_fields
+from anabranch.serving.protocol.bodies import Parameters, RequestedOutput
+from anabranch.serving.protocol.codec import GivenInput, Request, Signature
+from anabranch.serving.protocol.parameters import check_served
+from anabranch.serving.protocol.tensors import Array, TensorSpec, check_finite, read_binary, write_binary
 
 _CONTENTS = {
     "BOOL": "bool_contents",

@@ -5,7 +5,7 @@ Reads the wire format of https://protobuf.dev/programming-guides/encoding far en
 
 from typing import Any
 
-from serving.errors import BadRequestError
+from anabranch.serving.errors import BadRequestError
 
 _HARMLESS_BYTES = 65_536
 """A shorter message cannot unfold into much."""

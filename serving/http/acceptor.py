@@ -16,8 +16,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from serving.http.connection import HEAD_PATIENCE, Connection
-from serving.http.listening_socket import BACKLOG
+from anabranch.serving.http.connection import HEAD_PATIENCE, Connection
+from anabranch.serving.http.listening_socket import BACKLOG
 
 log = logging.getLogger("anabranch.serving")
 

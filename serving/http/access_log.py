@@ -7,8 +7,8 @@ import re
 import time
 from datetime import timedelta
 
-from serving.config import RequestLogLevel
-from serving.errors import shorten
+from anabranch.serving.errors import shorten
+from anabranch.serving.settings import RequestLogLevel
 
 log = logging.getLogger("anabranch.requests")
 

@@ -20,19 +20,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from anabranch.core.tracing.context import TRACEPARENT, TRACESTATE
 from anabranch.core.tracing.spans import current_tracer
-from serving.config import ServingSettings, Tokens
-from serving.dashboard.assets import Page, load_page
-from serving.dashboard.status import Overview
-from serving.errors import (
+from anabranch.learner.settings.pipeline import Tokens
+from anabranch.serving.dashboard.assets import Page, load_page
+from anabranch.serving.dashboard.status import Overview
+from anabranch.serving.errors import (
     BadRequestError,
     DeadlineExceededError,
     RequestError,
     UnsupportedEncodingError,
     shorten,
 )
-from serving.http.access_log import RequestLog
-from serving.http.auth import asks_for_token, check_admin
-from serving.http.middleware import (
+from anabranch.serving.http.access_log import RequestLog
+from anabranch.serving.http.auth import asks_for_token, check_admin
+from anabranch.serving.http.middleware import (
     REQUEST_ID,
     AuthMiddleware,
     RequestIdMiddleware,
@@ -40,13 +40,14 @@ from serving.http.middleware import (
     header,
     json_response,
 )
-from serving.http.openapi import OPERATIONS, build_openapi
-from serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher, HeldBytes
-from serving.inference.request_tracing import end_request, request_span
-from serving.inference.service import Service
-from serving.metrics import ServingMetrics
-from serving.protocol.codec import HEADER_LENGTH
-from serving.reporting.report import ServingReport
+from anabranch.serving.http.openapi import OPERATIONS, build_openapi
+from anabranch.serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher, HeldBytes
+from anabranch.serving.inference.request_tracing import end_request, request_span
+from anabranch.serving.inference.service import Service
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.protocol.codec import HEADER_LENGTH
+from anabranch.serving.reporting.report import ServingReport
+from anabranch.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
     from anabranch.core.tracing.tracer import Tracer
@@ -76,8 +77,11 @@ def build_app(
     """Return the ASGI application; it belongs to the thread of one event loop. `bodies` counts what requests hold."""
     infer = _Infer(service, settings, metrics, bodies)
     api = _Api(service, settings.tokens, metrics, overview, report, infer)
+    steps, tokens = overview.history.steps, asks_for_token(settings.tokens)
+    document = build_openapi(_version(), service.name, service.signature, steps, tokens=tokens)
+    routes = [_route(path, each.method, getattr(api, each.name)) for path, each in OPERATIONS.items()]
     app = Starlette(
-        routes=api.routes(),
+        routes=[*routes, _route("/openapi.json", "get", json_response(document))],
         exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_exception, Exception: _on_bug},
     )
     app.router.redirect_slashes = False
@@ -178,12 +182,6 @@ class _Api:
     report: Callable[[], ServingReport]
     infer: _Infer
     page: Page = field(default_factory=load_page)
-
-    def routes(self) -> list[Route]:
-        service, steps, tokens = self.service, self.overview.history.steps, asks_for_token(self.tokens)
-        document = build_openapi(_version(), service.name, service.signature, steps, tokens=tokens)
-        routes = [_route(path, each.method, getattr(self, each.name)) for path, each in OPERATIONS.items()]
-        return [*routes, _route("/openapi.json", "get", json_response(document))]
 
     async def server_metadata(self, _request: Request) -> Response:
         return json_response({"name": "anabranch", "version": _version(), "extensions": ["binary_tensor_data"]})

@@ -4,8 +4,8 @@ from urllib.parse import urlsplit
 
 from anabranch.core.net import names_loopback
 from anabranch.core.tokens import bearer_token, is_token
-from serving.config import Tokens
-from serving.errors import BadRequestError, ForbiddenError, UnauthorizedError, shorten
+from anabranch.learner.settings.pipeline import Tokens
+from anabranch.serving.errors import BadRequestError, ForbiddenError, UnauthorizedError, shorten
 
 
 def asks_for_token(tokens: Tokens) -> bool:

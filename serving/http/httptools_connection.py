@@ -4,7 +4,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serving.http.connection import MAX_PIPELINED, ChunkBudget, Connection
+from anabranch.serving.http.connection import MAX_PIPELINED, ChunkBudget, Connection
 
 
 class _RefusedError(Exception):

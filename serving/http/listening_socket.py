@@ -1,18 +1,16 @@
 """The socket that serving listens on. Loads neither torch nor the web framework."""
 
-import contextlib
 import errno
 import logging
 import os
 import socket
 import ssl
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 from anabranch.core.errors import SettingsError
-from serving.config import ServingSettings, TlsSettings
+from anabranch.serving.settings import ServingSettings, TlsSettings
 
 log = logging.getLogger("anabranch.serving")
 
@@ -31,14 +29,14 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises:
         TakenError: another program has the port.
-        SettingsError: the address cannot be listened on; the sentence names the key to change.
+        SettingsError: the address cannot be bound; the sentence names the key to change.
     """
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
         family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only where the protocol is named
     except OSError as exc:
-        raise SettingsError(f'serving.host = "{host}" cannot be listened on: {exc.strerror}') from exc
+        raise SettingsError(f'serving.host = "{host}" cannot be bound: {exc.strerror}') from exc
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -51,24 +49,29 @@ def listen(host: str, port: int) -> socket.socket:
                 "or choose another port (0 takes a free one)"
             ) from exc
         key = f"serving.port = {port}" if exc.errno == errno.EACCES else f'serving.host = "{host}"'
-        raise SettingsError(f"{key} cannot be listened on: {exc.strerror}") from exc
+        raise SettingsError(f"{key} cannot be bound: {exc.strerror}") from exc
     return listener
 
 
-@contextlib.contextmanager
-def tls_errors() -> Iterator[None]:
-    """Raise SettingsError if certificate or key cannot be used."""
+def load_certificate(tls: TlsSettings, folder: Path) -> ssl.SSLContext | None:
+    """Return a context with certificate and key, whose paths are relative to `folder`; None where there are none.
+
+    Raises:
+        SettingsError: they cannot be used.
+    """
+    if tls.cert is None or tls.key is None:
+        return None
+    cert, key, context = folder / tls.cert, folder / tls.key, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        yield
-    except OSError as exc:  # ssl.SSLError is one
-        raise SettingsError(f"serving.tls: the certificate and key cannot be used: {exc}") from exc
-
-
-def check_tls(tls: TlsSettings, folder: Path) -> None:
-    """Raise SettingsError when a certificate and a key are configured but cannot be used."""
-    if tls.cert is not None and tls.key is not None:
-        with tls_errors():
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(folder / tls.cert, folder / tls.key)
+        context.load_cert_chain(cert, key, password="")  # an encrypted key is refused: OpenSSL would ask for a password
+    except ssl.SSLError as exc:
+        if exc.reason == "KEY_VALUES_MISMATCH":
+            raise SettingsError(f"serving.tls.key: {key} is not the key of the certificate {cert}") from exc
+        raise SettingsError(f"serving.tls: {cert} and {key} cannot be used as PEM: {exc.reason or exc}") from exc
+    except OSError as exc:
+        path = next((path for path in (cert, key) if not os.access(path, os.R_OK)), cert)
+        raise SettingsError(f"serving.tls: {path} cannot be used: {exc.strerror}") from exc
+    return context
 
 
 def listen_patiently(host: str, port: int, patience: timedelta) -> socket.socket:

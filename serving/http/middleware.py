@@ -9,12 +9,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.config import Tokens
-from serving.errors import BadRequestError, FramingError, HeadersError, RequestError, UnauthorizedError
-from serving.http.access_log import HEADER, RequestLog, name_of
-from serving.http.auth import check_one_authorization, check_read
-from serving.http.connection import PIPELINED
-from serving.metrics import ServingMetrics
+from anabranch.learner.settings.pipeline import Tokens
+from anabranch.serving.errors import BadRequestError, FramingError, HeadersError, RequestError, UnauthorizedError
+from anabranch.serving.http.access_log import HEADER, RequestLog, name_of
+from anabranch.serving.http.auth import check_one_authorization, check_read
+from anabranch.serving.http.connection import PIPELINED
+from anabranch.serving.metrics import ServingMetrics
 
 log = logging.getLogger("anabranch.serving")
 

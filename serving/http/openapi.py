@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from learner.state_dir.version import RegistryState
-from serving.protocol.bodies import InferBody, ReplyBody
-from serving.protocol.codec import HEADER_LENGTH, Signature
-from serving.protocol.tensors import TensorSpec
-from serving.rollout.commands import COMMANDS
+from anabranch.learner.versions.format import RegistryState
+from anabranch.serving.protocol.bodies import InferBody, ReplyBody
+from anabranch.serving.protocol.codec import HEADER_LENGTH, Signature
+from anabranch.serving.protocol.tensors import TensorSpec
+from anabranch.serving.rollout.commands import COMMANDS
 
 Document = dict[str, Any]
 

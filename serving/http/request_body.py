@@ -6,8 +6,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-from serving.config import ServingSettings
-from serving.errors import BadRequestError, TooLargeError, TooManyRequestsError
+from anabranch.serving.errors import BadRequestError, TooLargeError, TooManyRequestsError
+from anabranch.serving.settings import ServingSettings
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's `receive`."""

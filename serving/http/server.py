@@ -1,22 +1,72 @@
 """The HTTP server: uvicorn, whose connections come from an `Acceptor`."""
 
 import contextlib
+import logging
 import math
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from serving.config import ServingSettings, TlsSettings
-from serving.http.acceptor import Acceptor, most_connections
-from serving.http.connection import Connection, H11Connection
-from serving.http.listening_socket import tls_errors
+from anabranch.serving.http.acceptor import Acceptor, most_connections
+from anabranch.serving.http.connection import Connection, H11Connection
+from anabranch.serving.http.listening_socket import load_certificate
+from anabranch.serving.settings import ServingSettings, TlsSettings
 
 _AT_ONCE = 64
 """Connections accepted in one turn of the event loop."""
+
+
+LIMITED = ("uvicorn.error", "asyncio")
+"""Loggers that write a line, or a traceback, for a request that is not HTTP."""
+
+_MOST_LINES = 10
+_EVERY = timedelta(seconds=1)
+
+
+class RateLimit(logging.Filter):
+    """Passes ten lines a second; the next one contains how many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._since = 0.0
+        self._written = 0
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to write the line."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._since >= _EVERY.total_seconds():
+                self._since, self._written = now, 0
+            if self._written >= _MOST_LINES:
+                self._left_out += 1
+                return False
+            self._written += 1
+            left_out, self._left_out = self._left_out, 0
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} lines before this one were left out)", ()
+        return True
+
+
+@contextlib.contextmanager
+def limited_lines(names: tuple[str, ...] = LIMITED) -> Iterator[None]:
+    """Limit each of these loggers separately while the block runs."""
+    limits = [(logging.getLogger(name), RateLimit()) for name in names]
+    for logger, limit in limits:
+        logger.addFilter(limit)
+    try:
+        yield
+    finally:
+        for logger, limit in limits:
+            logger.removeFilter(limit)
 
 
 class HttpServer:
@@ -24,6 +74,7 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, settings: ServingSettings, folder: Path, shared: bool = False) -> None:
         """`shared`: other processes accept from the same socket, so each accepts one connection at a time."""
+        self._tls, self._folder = settings.tls, folder
         self._server = _UvicornServer(
             uvicorn.Config(
                 app,
@@ -45,8 +96,8 @@ class HttpServer:
 
     def load(self) -> None:
         """Read certificate and key; raises SettingsError when they cannot be used."""
-        with tls_errors():
-            self._server.config.load()
+        load_certificate(self._tls, self._folder)
+        self._server.config.load()
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer requests until `stop`, then finish those in flight; closes the listener."""
@@ -90,7 +141,7 @@ class _UvicornServer(uvicorn.Server):
 def connection_class() -> type[Connection]:
     """Return the class of connections parsed by httptools where it is installed, else by h11."""
     try:
-        from serving.http.httptools_connection import HttpToolsConnection
+        from anabranch.serving.http.httptools_connection import HttpToolsConnection
     except ModuleNotFoundError as exc:
         if exc.name != "httptools":
             raise

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from anabranch.core.failures import Failure, failure_of
-from learner.training.out_of_memory import free_cached_memory
-from serving.errors import BadRequestError, FailedError, RequestError, UnavailableError
-from serving.model.loaded_version import ServedVersion, is_finite
-from serving.protocol.codec import EMBEDDING
-from serving.protocol.tensors import Array
+from anabranch.learner.train.out_of_memory import free_cached_memory
+from anabranch.serving.errors import BadRequestError, FailedError, RequestError, UnavailableError
+from anabranch.serving.model.loaded_version import ServedVersion, is_finite
+from anabranch.serving.protocol.codec import EMBEDDING
+from anabranch.serving.protocol.tensors import Array
 
 if TYPE_CHECKING:
     from anabranch.core.tracing.tracer import RequestSpan

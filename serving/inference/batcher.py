@@ -10,25 +10,59 @@ import asyncio
 import logging
 import queue
 import threading
-from collections import deque
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import timedelta
 from typing import Self
 
 import torch
 
-from learner.device_sharing.lease import ServerMark
-from serving.config import ServingSettings
-from serving.errors import RequestError, TooManyRequestsError, UnavailableError
-from serving.inference.batch_run import BatchRunner, Outputs, QueuedRequest
-from serving.inference.recent_failures import RecentFailures
-from serving.inference.request_tracing import batch_span, request_span
-from serving.model.device import use_device
-from serving.model.loaded_version import ServedVersion
-from serving.protocol.tensors import Array
+from anabranch.learner.device.lease import ServerMark
+from anabranch.serving.errors import RequestError, TooManyRequestsError, UnavailableError
+from anabranch.serving.inference.batch_run import BatchRunner, Outputs, QueuedRequest
+from anabranch.serving.inference.request_tracing import batch_span, request_span
+from anabranch.serving.model.device import use_device
+from anabranch.serving.model.loaded_version import ServedVersion
+from anabranch.serving.protocol.tensors import Array
+from anabranch.serving.settings import ServingSettings
 
 log = logging.getLogger("anabranch.serving")
 
 _CPU = torch.device("cpu")
+
+
+_FAILURE_LASTS = timedelta(seconds=10)
+_MOST_FAILURES = 4096
+"""Peers: the most connections that a process has."""
+
+
+class RecentFailures:
+    """The peers added in the last ten seconds, 4096 of them at most. Not thread-safe.
+
+    A peer is anything that names a connection, such as address and port; None names none and is never added.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: OrderedDict[Hashable, float] = OrderedDict()
+        """The first to expire first."""
+
+    def __contains__(self, peer: Hashable) -> bool:
+        return bool(self._until) and self._until.get(peer, float("-inf")) > self._clock()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def add(self, peer: Hashable) -> None:
+        """Add a peer, or renew it; remove expired peers, and the oldest if there are too many."""
+        if peer is None:
+            return
+        now = self._clock()
+        self._until[peer] = now + _FAILURE_LASTS.total_seconds()
+        self._until.move_to_end(peer)
+        while len(self._until) > _MOST_FAILURES or next(iter(self._until.values())) <= now:
+            self._until.popitem(last=False)
 
 
 class _Queue:

@@ -6,8 +6,9 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from anabranch.core.tracing.spans import NO_SPAN, Attributes, current_tracer
-from serving.inference.batch_run import QueuedRequest
+from anabranch.core.tracing.context import Attributes
+from anabranch.core.tracing.spans import NO_SPAN, current_tracer
+from anabranch.serving.inference.batch_run import QueuedRequest
 
 if TYPE_CHECKING:
     from anabranch.core.tracing.tracer import RequestSpan

@@ -3,12 +3,11 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import ParamSpec, TypeVar
 
-from learner.state_dir.version import RegistryState
-from serving.config import ServingSettings
-from serving.errors import (
+from anabranch.learner.versions.format import RegistryState
+from anabranch.serving.errors import (
     BadRequestError,
     DeadlineExceededError,
     NotFoundError,
@@ -16,23 +15,22 @@ from serving.errors import (
     UnavailableError,
     shorten,
 )
-from serving.inference.batcher import Batcher
-from serving.inference.shadow import Shadow
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion
-from serving.protocol.codec import Request, Signature
-from serving.protocol.tensors import Array
-from serving.reporting.worker_pool import PoolWorker
-from serving.rollout.commands import COMMANDS
-from serving.rollout.hot_swap import VersionSwapper
+from anabranch.serving.inference.batcher import Batcher
+from anabranch.serving.inference.shadow import Shadow
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import ServedVersion
+from anabranch.serving.protocol.codec import Request, Signature
+from anabranch.serving.protocol.tensors import Array
+from anabranch.serving.reporting.worker_pool import PoolWorker
+from anabranch.serving.rollout.commands import COMMANDS
+from anabranch.serving.rollout.hot_swap import VersionSwapper
+from anabranch.serving.settings import ServingSettings
 
 log = logging.getLogger("anabranch.serving")
 
 _LONGEST_NUMBER = 15
 """Digits."""
-_LARGE_BYTES = 262_144
-_LARGE_TEXT_BYTES = 16_384
-"""A longer body is decoded in a thread; that of a model with a tokenizer, which reads about 2 MB of text a second."""
 _LARGE_ELEMENTS = 65_536
 """A larger reply is encoded in a thread."""
 
@@ -52,16 +50,25 @@ class Service:
         settings: ServingSettings,
         swap: VersionSwapper,
         batcher: Batcher,
-        shadow: Shadow,
+        metrics: ServingMetrics,
+        bugs: list[BaseException],
         worker: PoolWorker | None = None,
-        bugs: Sequence[BaseException] = (),
     ) -> None:
         """`worker` is this process, if it is one of several; `bugs` gets the errors that end the process."""
         self.name = deployment.name
         self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue, deployment.embeds)
         self._swap = swap
         self._batcher = batcher
-        self._shadow = shadow
+        self.shadow = Shadow(
+            deployment,
+            settings.shadow,
+            settings.max_batch,
+            metrics,
+            served=lambda: swap.current,
+            is_idle=lambda: batcher.is_idle,
+            on_error=bugs.append,
+        )
+        """Entering it starts its thread."""
         self._worker = worker
         self._bugs = bugs
         self._most_waiting_rows = settings.max_queue
@@ -151,16 +158,12 @@ class Service:
             RequestError: there is no prediction; the sentence gives the reason.
         """
         self.check_name(name)
-        request = await in_thread(self.is_long(len(body)), self.signature.decode, body, header_length)
+        request = await in_thread(self.signature.is_long(len(body)), self.signature.decode, body, header_length)
         chosen, answers = await self.predict(request, version, peer)
         large = is_large(answers)
         reply = await in_thread(large, self.signature.encode, request, answers, self.name, chosen.name, chosen.progress)
         self.compare(chosen, request, answers)
         return reply
-
-    def is_long(self, size: int) -> bool:
-        """Return whether a body of `size` bytes is decoded in a thread."""
-        return size > (_LARGE_TEXT_BYTES if self.signature.tokenizes else _LARGE_BYTES)
 
     async def predict(
         self, request: Request, version: str | None, peer: Hashable = None
@@ -176,9 +179,9 @@ class Service:
 
     def compare(self, chosen: ServedVersion, request: Request, answers: dict[str, Array]) -> None:
         """Let the shadow's candidate answer the same request, if it is one of its fraction."""
-        if self._shadow.chooses():
+        if self.shadow.chooses():
             # In the next turn of the loop: the reply is sent in this one.
-            asyncio.get_running_loop().call_soon(self._shadow.add, chosen, request.features, answers)
+            asyncio.get_running_loop().call_soon(self.shadow.add, chosen, request.features, answers)
 
     async def _choose(self, request: Request, version: str | None) -> ServedVersion:
         offsets = request.min_trained_through
@@ -213,11 +216,11 @@ class Service:
                         return current
                     await swapped.wait()
         except TimeoutError as exc:
-            raise DeadlineExceededError(self.lateness()) from exc
+            raise DeadlineExceededError(self._lateness()) from exc
         finally:
             self._waiting_rows -= request.rows
 
-    def lateness(self) -> str:
+    def _lateness(self) -> str:
         """Return the sentence for a request that waited in vain: how far the served version has learned."""
         current = self.version
         return f"the time is over; the served version has learned {current.trained_through if current else 'nothing'}"

@@ -23,16 +23,16 @@ import msgspec
 import numpy as np
 
 from anabranch.core.failures import Failure, failure_of
-from learner.errors import VersionError
-from learner.state_dir.version import WEIGHTS
-from learner.training.out_of_memory import free_cached_memory
-from serving.metrics import ServingMetrics
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion, load_version
-from serving.protocol.tensors import Array
-from serving.reporting.report import ShadowReport
-from serving.rollout.eligibility import misfit, requirements_of
-from serving.rollout.load_retry import Retries, may_pass
+from anabranch.learner.errors import VersionError
+from anabranch.learner.train.out_of_memory import free_cached_memory
+from anabranch.learner.versions.format import WEIGHTS
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import ServedVersion, load_version
+from anabranch.serving.protocol.tensors import Array
+from anabranch.serving.reporting.report import ShadowReport
+from anabranch.serving.rollout.eligibility import misfit, requirements_of
+from anabranch.serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.protocol.tensors import Array
+from anabranch.serving.protocol.tensors import Array
 
 _ALIGNMENT = 16
 """Bytes; a multiple of each element's size."""

@@ -1,8 +1,6 @@
 """What all versions of a model share: schema, task, device."""
 
 import contextlib
-import threading
-import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,28 +8,28 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from anabranch.core.errors import DependencyError, SettingsError
-from anabranch.core.failures import failure_of
-from anabranch.core.tracing.config import TracingSettings
-from ingest.events.schema import Schema
-from learner.config import ModelSettings, StrategySettings
-from learner.errors import VersionError
-from learner.model.device import driver_fault
-from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
-from learner.model.factory import build_on_device, check_copies, check_model, make_task
-from learner.model.task import Embeds, Task
-from learner.model.trained_set import base_names, copy_sharing_base, with_base, without_base
-from learner.object_storage.config import StorageSettings
-from learner.state_dir.bases import Bases, bases_in
-from learner.state_dir.manifest_directory import SHOWN
-from learner.state_dir.version import Versions
-from learner.strategies.registry import build_strategy
-from serving.config import PrecisionName
-from serving.errors import DeviceError
-from serving.model.device import HALF, device_errors
-from serving.model.graphs import Capture
-from serving.model.tensor_slots import TensorSlot, TensorSlots, loads_plainly
-from serving.protocol.tensors import TensorSpec
+from anabranch.core.tracing.settings import TracingSettings
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.errors import VersionError
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.embedding import Embedding, Embeddings, TaskEmbedding
+from anabranch.learner.model.factory import build_on_device, check_copies, check_model, make_task
+from anabranch.learner.model.task import Embeds, Task
+from anabranch.learner.model.trained_set import base_names, copy_sharing_base, without_base
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.settings.strategies import StrategySettings
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.strategies.registry import build_strategy
+from anabranch.learner.versions.format import Versions
+from anabranch.serving.model.device import HALF
+from anabranch.serving.model.graphs import Capture
+from anabranch.serving.model.template import ModelTemplate, SharedBases
+from anabranch.serving.protocol.tensors import TensorSpec
+from anabranch.serving.settings import PrecisionName
+
+_HIGHEST = -100
+"""Priority of a CUDA stream: torch clamps it to the highest of the device."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Deployment:
     """The object store to which servers of other hosts may report; None: there is none."""
     tracing: TracingSettings | None = None
     """`[tracing]`; None: nothing is traced."""
-    _shared: "SharedBases" = field(default_factory=lambda: SharedBases(), compare=False, repr=False)
+    _shared: SharedBases = field(default_factory=SharedBases, compare=False, repr=False)
 
     @property
     def versions(self) -> Versions:
@@ -118,7 +116,7 @@ class Deployment:
         assert self._output_shape is not None
 
     @cached_property
-    def template(self) -> "ModelTemplate":
+    def template(self) -> ModelTemplate:
         """The configured model, built and checked once.
 
         Raises:
@@ -127,12 +125,13 @@ class Deployment:
         module = build_on_device(self.model, self.folder, self.device, self.schema)
         with self.autocast():
             shape = check_model(module, self.task, self.schema, self.device)
-            build_strategy(self.strategy, self.model, self.task).extend(module, self.model, self.schema, self.device)
+            strategy = build_strategy(self.strategy, self.model, self.task)
+            module = strategy.convert(module, ModelContext(self.device, self.schema, self.model.embedding))
             check_copies(module, self.schema, self.device)
         self.embedding_of(copy_sharing_base(module))
         return ModelTemplate(without_base(module.cpu().eval().requires_grad_(False)), shape)
 
-    def template_on(self, base: str | None) -> "ModelTemplate":
+    def template_on(self, base: str | None) -> ModelTemplate:
         """Return the template of versions that name this base, which is read once while a version uses it.
 
         Raises:
@@ -149,95 +148,3 @@ class Deployment:
     def _output_shape(self) -> tuple[int, ...]:
         """The shape of the configured model's output for one event."""
         return self.template.output_shape
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of that name, for `auto` CUDA where there is one, else the CPU.
-
-    Raises:
-        SettingsError: this machine has no such device.
-        DependencyError: it has none, on a machine that has NVIDIA's driver: a device may be away for now.
-        DeviceError: it has too little memory for now, or fails.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        with device_errors():
-            device = torch.device(name)
-            if device.type == "cuda" and 0 < torch.cuda.device_count() <= (device.index or 0):
-                raise SettingsError(
-                    f'serving.device = "{name}" is not there: torch sees {torch.cuda.device_count()} CUDA devices'
-                )
-            return torch.zeros(1, device=device).device
-    except DeviceError as exc:
-        if _TOO_OLD not in str(exc):
-            raise
-        raise SettingsError(f'serving.device = "{name}" cannot be used here: {_sentence(exc)}') from exc
-    except (RuntimeError, AssertionError) as exc:
-        if name.startswith("cuda") and (fault := driver_fault()):
-            raise DependencyError(f'serving.device = "{name}": {fault}: {_sentence(exc)}') from exc
-        raise SettingsError(f'serving.device = "{name}" cannot be used here: {_sentence(exc)}') from exc
-
-
-_LONGEST_SENTENCE = 400
-_TOO_OLD = "no kernel image"
-"""Part of CUDA's sentence about a device for which this build of torch has no code."""
-
-
-_HIGHEST = -100
-"""Priority of a CUDA stream: torch clamps it to the highest of the device."""
-
-
-@dataclass(frozen=True)
-class ModelTemplate:
-    """A module on the CPU, which versions copy before they load weights: factories are slow."""
-
-    module: nn.Module
-    output_shape: tuple[int, ...]
-    warmed: dict[int, set[int]] = field(default_factory=dict)
-    """Batch sizes, in rows, that were warmed up, by the number of parts: torch keeps its plans for their shapes."""
-    slots: TensorSlots = field(default_factory=TensorSlots)
-    """The tensors on the device that versions fill in turns."""
-
-    without_graphs: list[int] = field(default_factory=list)
-    """The version with which CUDA graphs were found to be impossible, if they were."""
-
-    @cached_property
-    def loads_plainly(self) -> bool:
-        """Whether versions may be loaded into the tensors of others."""
-        return loads_plainly(self.module)
-
-    def put(self, slot: TensorSlot) -> None:
-        """Make a slot free: no run uses its tensors any more."""
-        self.slots.put(slot)
-
-
-class SharedBases:
-    """The bases of this process on its device, each in one template that all versions share. Any thread may use it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._templates = weakref.WeakValueDictionary[str, ModelTemplate]()
-        """By SHA-256; a version keeps its template."""
-        self._latest: ModelTemplate | None = None
-        """Kept between two versions."""
-
-    def template_on(self, base: str, without: ModelTemplate, bases: Bases, device: torch.device) -> ModelTemplate:
-        """Return the template with a base, on the device; raises as `Deployment.template_on`."""
-        with self._lock:
-            template = self._templates.get(base)
-            if template is None:
-                try:
-                    module = with_base(without.module, bases.tensors(base), device).to(device)
-                except RuntimeError as exc:
-                    if failure_of(exc) is not None:
-                        raise
-                    raise VersionError(f"its base {base[:SHOWN]!r} does not fit [model]: {exc}") from exc
-                template = self._templates[base] = ModelTemplate(module, without.output_shape, without.warmed)
-            self._latest = template
-            return template
-
-
-def _sentence(exc: BaseException) -> str:
-    sentence = " ".join(str(exc).split())[:_LONGEST_SENTENCE]
-    return sentence if isinstance(exc, SettingsError) else f"{type(exc).__name__}: {sentence}"

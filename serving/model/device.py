@@ -5,15 +5,18 @@ from collections.abc import Iterator
 
 import torch
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import Failure, failure_of
-from learner.model.device import Precision
-from learner.training.out_of_memory import explained_by_own, memory_use
-from serving.config import PrecisionName
-from serving.errors import DeviceError
+from anabranch.learner.model.device import Precision, driver_fault
+from anabranch.learner.train.out_of_memory import explained_by_own, memory_use
+from anabranch.serving.errors import DeviceError
+from anabranch.serving.settings import PrecisionName
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of each precision with 16 bits."""
+_LONGEST_SENTENCE = 400
+_TOO_OLD = "no kernel image"
+"""Part of CUDA's sentence about a device for which this build of torch has no code."""
 
 
 def use_device(device: torch.device) -> None:
@@ -59,3 +62,37 @@ def device_errors(device: torch.device | None = None) -> Iterator[None]:
         if failure is Failure.DEVICE:
             raise DeviceError(f"the device of the model is lost until this process ends: {exc}") from exc
         raise
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of that name, for `auto` CUDA where there is one, else the CPU.
+
+    Raises:
+        SettingsError: this machine has no such device.
+        DependencyError: it has none, on a machine that has NVIDIA's driver: a device may be away for now.
+        DeviceError: it has too little memory for now, or fails.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        with device_errors():
+            device = torch.device(name)
+            if device.type == "cuda" and 0 < torch.cuda.device_count() <= (device.index or 0):
+                raise SettingsError(
+                    f'serving.device = "{name}" is not there: torch sees {torch.cuda.device_count()} CUDA devices'
+                )
+            return torch.zeros(1, device=device).device
+    except DeviceError as exc:
+        if _TOO_OLD not in str(exc):
+            raise
+        raise SettingsError(f'serving.device = "{name}" cannot be used here: {sentence_of(exc)}') from exc
+    except (RuntimeError, AssertionError) as exc:
+        if name.startswith("cuda") and (fault := driver_fault()):
+            raise DependencyError(f'serving.device = "{name}": {fault}: {sentence_of(exc)}') from exc
+        raise SettingsError(f'serving.device = "{name}" cannot be used here: {sentence_of(exc)}') from exc
+
+
+def sentence_of(exc: BaseException) -> str:
+    """Return an error as one sentence of bounded length."""
+    sentence = " ".join(str(exc).split())[:_LONGEST_SENTENCE]
+    return sentence if isinstance(exc, SettingsError) else f"{type(exc).__name__}: {sentence}"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.model.batch_copies import ByteRange, block_to_host, joined, pinned_block, ranges_of, size_of
-from serving.protocol.tensors import Array
+from anabranch.serving.model.batch_copies import ByteRange, block_to_host, joined, pinned_block, ranges_of, size_of
+from anabranch.serving.protocol.tensors import Array
 
 log = logging.getLogger("anabranch.serving")
 

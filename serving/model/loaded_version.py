@@ -16,23 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.core.failures import Failure, failure_of, panics_are_errors
-from learner.errors import ModelError, VersionError
-from learner.model.embedding import Embeddings
-from learner.model.factory import forward, in_one_line
-from learner.model.growing.parts import grown, parts_in, pool_of
-from learner.model.trained_set import bound_tensors
-from learner.state_dir.trained_through import format_offsets, format_trained_through
-from learner.state_dir.version import Manifest
-from learner.training.out_of_memory import free_cached_memory
-from serving.freed_memory import trim_freed_memory
-from serving.model.batch_copies import to_device, to_host
-from serving.model.deployment import Deployment, ModelTemplate, _sentence
-from serving.model.device import HALF, use_device
-from serving.model.graphs import Capture, Graphs
-from serving.model.pieces import BeforePiece, collecting_at_end, layers_as_pieces
-from serving.model.tensor_slots import TensorSlot
-from serving.protocol.codec import EMBEDDING
-from serving.protocol.tensors import Array
+from anabranch.core.users_code import in_one_line
+from anabranch.learner.errors import ModelError, VersionError
+from anabranch.learner.model.embedding import Embeddings
+from anabranch.learner.model.factory import forward
+from anabranch.learner.model.growing.pool import grown, parts_in, pool_of
+from anabranch.learner.model.trained_set import bound_tensors
+from anabranch.learner.state_dir.trained_through import format_offsets, format_trained_through
+from anabranch.learner.train.out_of_memory import free_cached_memory
+from anabranch.learner.versions.format import Manifest
+from anabranch.serving.freed_memory import trim_freed_memory
+from anabranch.serving.model.batch_copies import to_device, to_host
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.device import HALF, sentence_of, use_device
+from anabranch.serving.model.graphs import Capture, Graphs
+from anabranch.serving.model.pieces import BeforePiece, collecting_at_end, layers_as_pieces
+from anabranch.serving.model.template import ModelTemplate
+from anabranch.serving.model.tensor_slots import TensorSlot
+from anabranch.serving.protocol.codec import EMBEDDING
+from anabranch.serving.protocol.tensors import Array
 
 log = logging.getLogger("anabranch.serving")
 
@@ -189,7 +191,7 @@ def load_version(
         with panics_are_errors(), collecting_at_end(before_piece):
             version = _loaded(deployment, manifest, weights, max_batch, before_piece)
     except Exception as exc:  # the factory and the module are the user's code, which may raise anything
-        raise VersionError(f"version {number}: {_sentence(exc)}") from exc
+        raise VersionError(f"version {number}: {sentence_of(exc)}") from exc
     return version
 
 
@@ -260,7 +262,7 @@ def _try_graphs(
             raise ModelError("the model's code takes part in loading weights")
         version.use_graphs(graphs, deployment.capture, max_batch)
     except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
-        log.warning("serving.graphs has no effect: the model cannot run as CUDA graphs: %s", _sentence(exc))
+        log.warning("serving.graphs has no effect: the model cannot run as CUDA graphs: %s", sentence_of(exc))
         if failure_of(exc) is not Failure.MEMORY:
             template.without_graphs.append(version.number)
     else:

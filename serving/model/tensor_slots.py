@@ -11,10 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learner.model.embedding import Embeddings
-from learner.model.trained_set import base_names, bound_tensors, copy_sharing_base, load_trained, trained_state
-from serving.model.graphs import Graphs
-from serving.model.pieces import BeforePiece, deep_copy
+from anabranch.learner.model.embedding import Embeddings
+from anabranch.learner.model.trained_set import (
+    base_names,
+    bound_tensors,
+    copy_sharing_base,
+    load_trained,
+    trained_state,
+)
+from anabranch.serving.model.graphs import Graphs
+from anabranch.serving.model.pieces import BeforePiece, deep_copy
 
 _SPARE = 1
 """Slots that are kept besides those in use."""

@@ -10,11 +10,18 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ingest.events.schema import Feature, Schema
-from ingest.events.tokenizer import UnencodableError
-from serving.errors import BadRequestError, TooLargeError, shorten
-from serving.protocol.bodies import InferBody, InputTensor, OutputTensor, Parameters, ReplyBody, RequestedOutput
-from serving.protocol.parameters import (
+from anabranch.ingest.events.schema import Feature, Schema
+from anabranch.ingest.events.tokenizer import UnencodableError
+from anabranch.serving.errors import BadRequestError, TooLargeError, shorten
+from anabranch.serving.protocol.bodies import (
+    InferBody,
+    InputTensor,
+    OutputTensor,
+    Parameters,
+    ReplyBody,
+    RequestedOutput,
+)
+from anabranch.serving.protocol.parameters import (
     ABSENT,
     check_served,
     decode_json,
@@ -22,7 +29,15 @@ from serving.protocol.parameters import (
     read_freshness,
     read_parameters,
 )
-from serving.protocol.tensors import DATATYPES, Array, TensorSpec, read_binary, read_json, write_binary, write_json
+from anabranch.serving.protocol.tensors import (
+    DATATYPES,
+    Array,
+    TensorSpec,
+    read_binary,
+    read_json,
+    write_binary,
+    write_json,
+)
 
 HEADER_LENGTH = "inference-header-content-length"
 """The HTTP header with the number of JSON bytes in a body; binary tensors follow them."""
@@ -30,6 +45,9 @@ HEADER_LENGTH = "inference-header-content-length"
 EMBEDDING = "embedding"
 """The output that the request parameter `return_embedding` asks for, FP32 `[-1, D]`."""
 
+_LARGE_BYTES = 262_144
+_LARGE_TEXT_BYTES = 16_384
+"""A longer body is decoded in a thread; that of a model with a tokenizer, which reads about 2 MB of text a second."""
 _LONGEST_DIMENSION = 24
 """Characters of one number of a shape, including blanks."""
 _LONGEST_OUTPUT = 1024
@@ -87,6 +105,10 @@ class Signature:
         self._shape_decoder = msgspec.json.Decoder(list[int])
         self._outputs_decoder = msgspec.json.Decoder(list[RequestedOutput])
         self._encoder = msgspec.json.Encoder()
+
+    def is_long(self, size: int) -> bool:
+        """Return whether decoding a body of `size` bytes would block an event loop for long."""
+        return size > (_LARGE_TEXT_BYTES if self.tokenizes else _LARGE_BYTES)
 
     def decode(self, body: bytes, header_length: int | None) -> Request:
         """Read a request's body; `header_length` is the value of `HEADER_LENGTH`, None without one.

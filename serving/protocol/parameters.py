@@ -4,10 +4,10 @@ from typing import TypeVar
 
 import msgspec
 
-from ingest.formats.json_text import decoded
-from learner.state_dir.trained_through import parse_trained_through
-from serving.errors import BadRequestError, shorten
-from serving.protocol.bodies import Parameters
+from anabranch.ingest.formats.json_text import decoded
+from anabranch.learner.state_dir.trained_through import parse_trained_through
+from anabranch.serving.errors import BadRequestError, shorten
+from anabranch.serving.protocol.bodies import Parameters
 
 _LONGEST_TIMEOUT_MS = 86_400_000
 """`serving.timeout` is shorter; this bounds the numbers in the clock's arithmetic."""

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.errors import BadRequestError, shorten
+from anabranch.serving.errors import BadRequestError, shorten
 
 Array = NDArray[np.generic]
 BYTES = "BYTES"

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from learner.state_dir.report import LearnerReport, no_better, simplest_rule
-from serving.reporting.report import ServingReport
+from anabranch.learner.status.report import LearnerReport, no_better, simplest_rule
+from anabranch.serving.reporting.report import ServingReport
 
 SILENT = timedelta(seconds=10)
 """Reports are written about once a second; a process that writes none for this long hangs or has ended."""

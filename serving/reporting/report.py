@@ -1,6 +1,6 @@
 """The report of serving: `serving.json` in the state directory, replaced atomically about once a second.
 
-A file for the same reasons as `learner.state_dir.report`. `time` shows its age.
+A file for the same reasons as `learner.status.report`. `time` shows its age.
 """
 
 from pathlib import Path

@@ -20,10 +20,10 @@ import prometheus_client.values
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from learner.state_dir.version import RegistryState
-from serving.metrics import ServingMetrics
-from serving.reporting.health import ReportAge
-from serving.reporting.report import REPORT, ServingReport, ShadowReport, read_report, write_report
+from anabranch.learner.versions.format import RegistryState
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.reporting.health import ReportAge
+from anabranch.serving.reporting.report import REPORT, ServingReport, ShadowReport, read_report, write_report
 
 COUNTS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Names the folder of counts for the client library."""

@@ -1,22 +1,67 @@
 """Loads candidates: versions that may replace the served one."""
 
 import logging
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
-from learner.errors import VersionError
-from learner.state_dir.bases import bases_in
-from learner.state_dir.version import Manifest, RegistryState
-from learner.training.out_of_memory import free_cached_memory
-from serving.metrics import ServingMetrics
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion, load_version
-from serving.rollout.eligibility import ServingPolicy, lowered, misfit, requirements_of
-from serving.rollout.idle_wait import IdleWait
-from serving.rollout.load_retry import Retries, may_pass
+from anabranch.learner.errors import VersionError
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.train.out_of_memory import free_cached_memory
+from anabranch.learner.versions.format import Manifest, RegistryState
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import ServedVersion, load_version
+from anabranch.serving.rollout.eligibility import ServingPolicy, lowered, misfit, requirements_of
+from anabranch.serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
 
 _REMEMBERED = 20
+
+
+_LONGEST_WAIT = timedelta(milliseconds=250)
+_POLL = timedelta(milliseconds=1)
+_TURN = timedelta(microseconds=200)
+"""How long the thread may run between two rests."""
+_REST = timedelta(microseconds=20)
+
+
+class IdleWait:
+    """Waits until no request waits or runs, at most `most` in all its calls together: versions are served under any
+    load.
+
+    A request that has just arrived counts as waiting once the event loop's thread has the interpreter's lock, for which
+    it would wait up to the 5 ms of `sys.getswitchinterval`. So the thread that loads rests regularly: while it sleeps,
+    any other thread gets the lock and the core.
+    """
+
+    def __init__(
+        self,
+        is_idle: Callable[[], bool],
+        limit: timedelta = _LONGEST_WAIT,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._is_idle = is_idle
+        self._left = limit.total_seconds()
+        self._clock = clock
+        self._sleep = sleep
+        self._rested = clock()
+
+    def __call__(self) -> None:
+        """Return once no request waits or runs, or the time is over."""
+        begin = self._clock()
+        if self._left <= 0:
+            return
+        if begin - self._rested >= _TURN.total_seconds():
+            self._sleep(_REST.total_seconds())
+        elif self._is_idle():
+            return
+        while not self._is_idle() and self._clock() - begin < self._left:
+            self._sleep(_POLL.total_seconds())
+        self._rested = self._clock()
+        self._left -= self._rested - begin
 
 
 class Problems:

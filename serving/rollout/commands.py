@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from learner.state_dir.version import RegistryState
-from serving.errors import ConflictError, NotFoundError
+from anabranch.learner.versions.format import RegistryState
+from anabranch.serving.errors import ConflictError, NotFoundError
 
 RolloutCommand = Callable[[RegistryState, int, Sequence[int]], RegistryState]
 """Takes the state, the version's number and the numbers of all versions, ascending; returns the new state.
@@ -29,7 +29,7 @@ def roll_back(state: RegistryState, number: int, numbers: Sequence[int]) -> Regi
     _check(state, number, numbers)
     if state.serving is not None and number >= state.serving:
         why = "is served" if number == state.serving else f"is newer than version {state.serving}, which is served"
-        raise ConflictError(f"version {number} {why}; roll back to an older version, or promote this one")
+        raise ConflictError(f"version {number} {why}; roll back to an older version, or serve this one")
     return promote(state, number, numbers)
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ingest.events.schema import Schema
-from learner.config import ModelSettings
-from learner.state_dir.folders import LocalFolder
-from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import (
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.state_dir.folders import Folder
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.versions.format import (
     STATE,
     Manifest,
     ModelReference,
@@ -84,7 +84,7 @@ class ServingPolicy:
 
     def state(self) -> RegistryState:
         """Return the contents of `state.json`; raises VersionError when it cannot be read."""
-        stamp = LocalFolder(self._versions.path).stamp(STATE)
+        stamp = Folder(self._versions.path).stamp(STATE)
         if stamp != self._state[0]:
             self._state = stamp, self._versions.state()
         return self._state[1]

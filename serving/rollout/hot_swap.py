@@ -12,27 +12,75 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
 from anabranch.core.failures import Failure, failure_of
 from anabranch.core.tracing.spans import record
-from learner.errors import VersionError
-from learner.state_dir.version import RegistryState
-from serving.errors import ConflictError, RequestError, UnavailableError
-from serving.fleet.commands import FleetCommand, FleetCommands
-from serving.metrics import ServingMetrics
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion
-from serving.rollout.candidate_loader import CandidateLoader, Problems
-from serving.rollout.commands import RolloutCommand, pin, promote, roll_back
-from serving.rollout.directory_watcher import DirectoryWatcher
-from serving.rollout.eligibility import ServingPolicy
-from serving.rollout.freshness import FreshnessTracker
-from serving.rollout.state_file import StateFile
+from anabranch.learner.errors import VersionError
+from anabranch.learner.stream.record_times import RecordTimes
+from anabranch.learner.versions.format import RegistryState, Versions
+from anabranch.serving.errors import ConflictError, RequestError, UnavailableError
+from anabranch.serving.fleet.commands import FleetCommand, FleetCommands
+from anabranch.serving.metrics import Ages, ServingMetrics
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import ServedVersion
+from anabranch.serving.rollout.candidate_loader import CandidateLoader, Problems
+from anabranch.serving.rollout.commands import RolloutCommand, pin, promote, roll_back
+from anabranch.serving.rollout.directory_watcher import DirectoryWatcher
+from anabranch.serving.rollout.eligibility import ServingPolicy
+from anabranch.serving.rollout.state_file import StateFile
 
 log = logging.getLogger("anabranch.serving")
 
 _REMEMBERED = 100
 _SERVING = (promote, roll_back, pin)
 """Commands after which their version is served."""
+
+
+_MOST_TIMES = 32
+_MOST_VERSIONS = 64
+
+
+class FreshnessTracker:
+    """Events learned by the versions since the served one. Used by the swap's thread."""
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+        self._newest_read: int | None = None
+        self._learned: dict[int, RecordTimes] = {}
+
+    def read_new(self, numbers: list[int]) -> None:
+        """Read the newly learned events of new versions, before those may be superseded and deleted.
+
+        Versions that exist at the first call are skipped: they waited for this process to start.
+        """
+        if self._newest_read is None:
+            self._newest_read = max(numbers, default=0)
+        for number in numbers:
+            if number > self._newest_read:
+                self._newest_read = number
+                self._read(number)
+
+    def served(self, number: int, now: float) -> tuple[int, Ages]:
+        """Return how many events version `number` is the first served one to have learned, and their ages at `now`."""
+        bag = RecordTimes()
+        for older in [older for older in self._learned if older <= number]:
+            bag.join(self._learned.pop(older))
+        ages = now - bag.quantiles(_MOST_TIMES)[::-1] / 1000
+        return bag.rows, np.maximum(0.0, ages)
+
+    def _read(self, number: int) -> None:
+        try:
+            learned = self._versions.manifest(number).learned
+        except (VersionError, OSError):  # reported when it is to be served
+            return
+        if learned is None:
+            return
+        bag = self._learned[number] = RecordTimes()
+        bag.add(np.array(learned.times_ms, np.int64), learned.rows)
+        if len(self._learned) > _MOST_VERSIONS:
+            first, second = sorted(self._learned)[:2]
+            self._learned[second].join(self._learned.pop(first))
 
 
 class VersionSwapper:
@@ -52,7 +100,7 @@ class VersionSwapper:
         on_swap: Callable[[], object],
         on_error: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
-        fleet: FleetCommands | None = None,
+        server: str | None = None,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         """Prepare to watch; entering the context starts the thread.
@@ -64,7 +112,8 @@ class VersionSwapper:
             on_swap: called in the swap's thread after each swap.
             on_error: called in the swap's thread with the exception that ended it.
             clock: times the retries of versions that could not be loaded.
-            fleet: makes rollout commands those of all servers; None: of this server alone.
+            server: the id of this server in a fleet. Where versions come from an object store, rollout commands are
+                for all its servers.
             is_idle: returns whether no request waits or runs; called in the swap's thread.
         """
         self.current: ServedVersion | None = None
@@ -73,7 +122,9 @@ class VersionSwapper:
         self.recently_served: deque[int] = deque(maxlen=_REMEMBERED)
         """The newest versions that were swapped in, the served one last."""
         self._versions = deployment.versions
-        self._fleet = fleet
+        self._fleet: FleetCommands | None = None
+        if server is not None and deployment.storage is not None:
+            self._fleet = FleetCommands(deployment.storage, deployment.versions, server)
         self._freshness = FreshnessTracker(deployment.versions)
         self._metrics = metrics
         self._on_swap = on_swap

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from learner.errors import VersionError
-from learner.state_dir.version import RegistryState, Versions
-from serving.rollout.eligibility import ServingPolicy
+from anabranch.learner.errors import VersionError
+from anabranch.learner.versions.format import RegistryState, Versions
+from anabranch.serving.rollout.eligibility import ServingPolicy
 
 _MOST_ROLLED_BACK = 1000
 _MOST_RECENT = 100

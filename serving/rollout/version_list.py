@@ -4,10 +4,10 @@ from typing import Literal
 
 import msgspec
 
-from learner.errors import VersionError
-from learner.state_dir.version import Manifest, Verdict
-from serving.model.deployment import Deployment
-from serving.rollout.hot_swap import VersionSwapper
+from anabranch.learner.errors import VersionError
+from anabranch.learner.versions.format import Manifest, Verdict
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.rollout.hot_swap import VersionSwapper
 
 NEWEST = 20
 """Versions that are listed."""

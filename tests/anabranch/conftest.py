@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from anabranch.commands.init import write_example
+from anabranch.commands.init.command import write_example
 from tests import forkserver
 from tests.support.waiting import wait_until
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from anabranch.config.loader import load_config
-from learner.errors import VersionError
-from learner.state_dir.report import read_report
-from learner.state_dir.trained_through import parse_trained_through
-from learner.state_dir.version import Versions
+from anabranch.learner.errors import VersionError
+from anabranch.learner.state_dir.trained_through import parse_trained_through
+from anabranch.learner.status.report import read_report
+from anabranch.learner.versions.format import Versions
 from tests.pipelines import LINEAR
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -56,6 +56,8 @@ def build():
     return Breaking()
 """
 MAX_DROP = 0.05
+CHANCE = 0.03
+"""Two standard errors of the difference between accuracies of .95 on two samples of 500: the gate's and the test's."""
 
 
 def shapes(seed, count, shift=0):
@@ -194,7 +196,7 @@ def test_of_a_poisoned_stream_nothing_is_served_that_is_worse_and_an_alert_says_
             until(pipeline.has_judged_all, "a version that has learned the poisoned events")
         report = until(lambda: (r := pipeline.report()).problems and r, "an alert")
     worst = min(accuracy for version, accuracy in pipeline.accuracy.items() if version >= began)
-    assert worst >= before - MAX_DROP, pipeline.accuracy
+    assert worst >= before - MAX_DROP - CHANCE, pipeline.accuracy
     assert "no version has passed the gate since" in report.problems[0]
     assert "no version has passed the gate since" in pipeline.health()["sentence"]
     assert pipeline.metric("anabranch_gate_hold_seconds") > 0

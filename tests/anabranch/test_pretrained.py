@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from learner.errors import ModelError
-from learner.model.embedding import Embedding
-from learner.model.factory import build_model
-from learner.sections.adapter import AdapterSettings
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.factory import build_on_device
+from anabranch.learner.settings.model import AdapterSettings, ModelSettings
 from tests.support.trained_set import split_state
 
 CLASSIFIER, EMBEDDER = "anabranch.pretrained:sequence_classifier", "anabranch.pretrained:embedder"
@@ -48,7 +48,8 @@ def folder(bert, tmp_path):
 def build(folder, factory=CLASSIFIER, adapter=None, **args):
     args = {"path": "model", **({} if factory == EMBEDDER else {"classes": 3}), **args}
     torch.manual_seed(1)
-    return build_model(factory, args, folder, adapter).eval()
+    settings = ModelSettings(factory=factory, args=args, adapter=adapter)
+    return build_on_device(settings, folder, torch.device("cpu")).eval()
 
 
 def hidden(bert, tokens, mask):

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from anabranch.config.loader import load_config
-from learner.state_dir.report import read_report as read_learner
-from learner.state_dir.undo_file import read_undo
-from learner.state_dir.version import Versions
-from serving.reporting.report import read_report as read_serving
+from anabranch.learner.state_dir.undo_file import read_undo
+from anabranch.learner.status.report import read_report as read_learner
+from anabranch.learner.versions.format import Versions
+from anabranch.serving.reporting.report import read_report as read_serving
 from tests.pipelines import adds_up, events
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "undo.md"

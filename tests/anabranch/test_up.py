@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 
-from anabranch.demo.load_generator import request_body
-from learner.state_dir.trained_through import parse_trained_through
+from anabranch.commands.demo.load_generator import request_body
+from anabranch.learner.state_dir.trained_through import parse_trained_through
 from tests.support.waiting import PATIENCE_SECONDS, slowness
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -127,7 +127,7 @@ def test_a_model_that_does_not_fit_ends_up_with_exit_code_2(anabranch):
     process = anabranch("up", ANABRANCH__MODEL__FACTORY="my_model:nothing")
     _, said = process.communicate(timeout=90 * slowness())
     assert process.returncode == 2, said
-    assert "has no function nothing" in said
+    assert "has no function or class nothing" in said
 
 
 def test_a_missing_topic_ends_up_with_exit_code_3_and_the_way_out(anabranch):

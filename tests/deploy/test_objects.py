@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.deploy.objects import (
     ROOT,
     SETS,
     SOURCES,
-    Object,
     containers,
     environment,
     named,
@@ -30,7 +28,7 @@ MAIN = ("learner", "serving")
 LINK_LOCAL = "169.254.0.0/16"
 
 
-def everywhere() -> Iterator[tuple[str, str, Object]]:
+def everywhere():
     """Each source, with the name and the template of each of its pods."""
     for source in SOURCES:
         for workload, pod in pods(source).items():
@@ -131,13 +129,13 @@ def test_a_label_selects_the_pods_of_its_own_workload_alone():
                 ]
 
 
-def selected(source: str, selector: dict[str, str]) -> list[Object]:
+def selected(source, selector):
     """The pods that labels select; the index of a pod of a Job is a label that Kubernetes adds."""
     chosen = {key: value for key, value in selector.items() if key != "batch.kubernetes.io/job-completion-index"}
     return [pod for pod in pods(source).values() if chosen.items() <= pod["metadata"]["labels"].items()]
 
 
-def ports(pod: Object) -> dict[str, int]:
+def ports(pod):
     return {each["name"]: each["containerPort"] for c in pod["spec"]["containers"] for each in c["ports"]}
 
 
@@ -347,7 +345,7 @@ def test_a_start_may_take_as_long_as_the_values_say():
 
 
 def test_a_change_of_the_pipeline_replaces_the_pods():
-    def checksum(source: str) -> str:
+    def checksum(source):
         (pod,) = pods(source).values()
         found = pod["metadata"]["annotations"].get("checksum/pipeline", "")
         return str(found)
@@ -385,9 +383,9 @@ def test_monitoring_selects_services_by_the_names_of_their_jobs():
 
 def test_rules_and_dashboard_are_those_of_compose():
     (rule,) = named("monitoring", "PrometheusRule").values()
-    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text(encoding="utf-8"))
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/helm/anabranch/files/alerts.yml").read_text(encoding="utf-8"))
     dashboard = named("monitoring", "ConfigMap")["demo-anabranch-dashboard"]
-    ours = json.loads((ROOT / "deploy/grafana/dashboards/anabranch.json").read_text(encoding="utf-8"))
+    ours = json.loads((ROOT / "deploy/helm/anabranch/files/dashboards/anabranch.json").read_text(encoding="utf-8"))
     assert json.loads(dashboard["data"]["anabranch.json"]) == ours
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
 

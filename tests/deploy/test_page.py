@@ -3,14 +3,13 @@
 import itertools
 import os
 import re
-from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from anabranch.config.loader import examine_config
-from anabranch.config.model import Pipeline, alternatives
+from anabranch.config.pipeline import Pipeline, alternatives
 from tests.deploy.objects import (
     DEFAULTS,
     KUSTOMIZE,
@@ -28,10 +27,10 @@ from tools import reference
 
 pytestmark = pytest.mark.process
 
-PIPELINE = ROOT / "anabranch/commands/template/pipeline.toml"
+PIPELINE = ROOT / "anabranch/commands/init/template/pipeline.toml"
 
 
-def option(words: list[str], name: str) -> str:
+def option(words, name):
     return words[words.index(name) + 1]
 
 
@@ -140,11 +139,11 @@ def test_every_key_is_one_of_the_chart_or_of_the_pipeline():
     assert wrong == []
 
 
-def in_values(values: Any, path: list[str]) -> bool:
+def in_values(values, path):
     return not path or (isinstance(values, dict) and path[0] in values and in_values(values[path[0]], path[1:]))
 
 
-def in_settings(model: Any, path: list[str]) -> bool:
+def in_settings(model, path):
     if not path:
         return True
     sections = [kind for kind in alternatives(model) if isinstance(kind, type) and issubclass(kind, BaseModel)]

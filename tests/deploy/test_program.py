@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch.distributed.run
@@ -13,15 +12,14 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from anabranch.config.loader import load_config
-from ingest.kafka_properties import PROPERTIES
-from learner.runtime.status_server import serve_status
-from serving.http.openapi import OPERATIONS
+from anabranch.ingest.settings.kafka_properties import PROPERTIES
+from anabranch.learner.status.status_server import serve_status
+from anabranch.serving.http.openapi import OPERATIONS
 from tests.deploy.objects import (
     KUSTOMIZE,
     ROOT,
     SETS,
     SOURCES,
-    Object,
     containers,
     environment,
     helm,
@@ -33,11 +31,11 @@ from tools import kustomize, reference
 
 pytestmark = pytest.mark.process
 
-PIPELINE = ROOT / "anabranch/commands/template/pipeline.toml"
+PIPELINE = ROOT / "anabranch/commands/init/template/pipeline.toml"
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
-def every_container() -> Iterator[tuple[str, str, Object]]:
+def every_container():
     for source in SOURCES:
         for name, container in containers(source).items():
             yield source, name, container
@@ -49,12 +47,12 @@ def test_every_command_is_one_of_the_command_line_with_its_options():
         if "command" in container:
             continue
         command, *arguments = container["args"]
-        if command == "config":
-            command = f"config {arguments.pop(0)}"
+        if command not in reference.commands():
+            command = f"{command} {arguments.pop(0)}"
         reference.commands()[command].make_context(command, list(map(str, arguments)))
         assert arguments[arguments.index("-c") + 1] == "/pipeline/pipeline.toml", name
         seen.add(command)
-    assert seen == {"produce", "learn", "up", "serve", "config check"}
+    assert seen == {"topics create", "learn", "up", "serve", "config check"}
 
 
 def test_torchrun_has_the_options_of_the_overlay():
@@ -64,7 +62,7 @@ def test_torchrun_has_the_options_of_the_overlay():
     arguments = [argument.replace("$(JOB_COMPLETION_INDEX)", "1") for argument in container["args"]]
     options = torch.distributed.run.parse_args(arguments)
     assert (options.module, options.training_script) == (True, "learner")
-    assert importlib.util.find_spec("learner.__main__") is not None
+    assert importlib.util.find_spec("anabranch.learner.__main__") is not None
     assert options.training_script_args == ["-c", "/pipeline/pipeline.toml"]
     # Without it torchrun would take a rendezvous that unpickles.
     assert (options.rdzv_backend, options.rdzv_endpoint) == ("static", "")
@@ -179,7 +177,7 @@ def test_every_metric_exists():
     assert seen <= known
 
 
-def without_names(value: object) -> object:
+def without_names(value):
     """An object of an overlay without the hash at the end of the name of its ConfigMap."""
     return json.loads(re.sub(r"settings-\w{10}", "settings", json.dumps(value)))
 
@@ -205,11 +203,11 @@ def test_an_overlay_is_what_the_chart_renders(overlay):
         assert sorted_lists(each) == sorted_lists(expected), key
 
 
-def by_name(variables: list[Object]) -> dict[str, Object]:
+def by_name(variables):
     return {each["name"]: each for each in variables}
 
 
-def container_lists(each: Object) -> list[list[Object]]:
+def container_lists(each):
     spec = (
         each.get("spec", {}).get("template", {}).get("spec", {})
         if each["kind"] in ("Deployment", "StatefulSet")
@@ -218,7 +216,7 @@ def container_lists(each: Object) -> list[list[Object]]:
     return [spec[key] for key in ("initContainers", "containers") if spec.get(key)]
 
 
-def sorted_lists(value: object) -> object:
+def sorted_lists(value):
     """A value whose lists do not depend on the order of patches."""
     if isinstance(value, dict):
         return {key: sorted_lists(each) for key, each in value.items() if (key, each) != ("initContainers", [])}
@@ -234,9 +232,9 @@ def test_monitoring_can_be_added_to_an_overlay(tmp_path):
     (tmp_path / "kustomization.yaml").write_text(json.dumps(document), encoding="utf-8")
     built = objects(str(tmp_path))
     (rule,) = [each for each in built if each["kind"] == "PrometheusRule"]
-    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text(encoding="utf-8"))
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/helm/anabranch/files/alerts.yml").read_text(encoding="utf-8"))
     (dashboard,) = [each for each in built if each["metadata"]["name"] == "anabranch-dashboard"]
     assert dashboard["metadata"]["labels"] == {"grafana_dashboard": "1"}
-    text = (ROOT / "deploy/grafana/dashboards/anabranch.json").read_text(encoding="utf-8")
+    text = (ROOT / "deploy/helm/anabranch/files/dashboards/anabranch.json").read_text(encoding="utf-8")
     assert dashboard["data"] == {"anabranch.json": text}
     assert {each["kind"] for each in built} >= {"ServiceMonitor", "Deployment", "StatefulSet"}

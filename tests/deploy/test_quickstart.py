@@ -6,13 +6,11 @@ import os
 import subprocess
 import time
 import uuid
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import forkserver
-from tests.deploy.objects import ROOT, Object, documented, environment, pods
+from tests.deploy.objects import ROOT, documented, environment, pods
 from tests.support.ports import free_ports
 from tests.support.waiting import slowness
 
@@ -22,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 class Pod:
     """A pod whose volumes are folders here and whose ports are free ones."""
 
-    def __init__(self, pod: Object, values: dict[str, Any], folder: Path, variables: dict[str, str]) -> None:
+    def __init__(self, pod, values, folder, variables):
         self.spec = pod["spec"]
         (self.main,) = self.spec["containers"]
         ports = free_ports(len(self.main["ports"]))
@@ -38,7 +36,7 @@ class Pod:
             (version / name).write_text(text, encoding="utf-8")
             (self._pipeline / name).symlink_to(f"..data/{name}")
 
-    def environment(self, container: Object) -> dict[str, str]:
+    def environment(self, container):
         own = environment("quickstart", container) | self._variables
         own = {name: value.replace("secret anabranch-tokens ", "token-to-") for name, value in own.items()}
         for name, number in {each["name"]: each["containerPort"] for each in self.main["ports"]}.items():
@@ -46,13 +44,13 @@ class Pod:
         own["ANABRANCH__STATE_DIR"] = str(self._state)
         return os.environ | own | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-    def start(self, container: Object, *arguments: str, **pipes: Any) -> Any:
+    def start(self, container, *arguments, **pipes):
         """Start a command in the folder of the pipeline, which is the image's working directory."""
         own = [argument.replace("/pipeline/", f"{self._pipeline}/") for argument in arguments]
         command, variables = ["-m", "anabranch", *own], self.environment(container)
         return forkserver.start(command, cwd=self._pipeline, env=variables, text=True, **pipes)
 
-    def execute(self, container: Object, *arguments: str, given: str = "") -> str:
+    def execute(self, container, *arguments, given=""):
         """Run a command as an init container or `kubectl exec` would, and return what it prints."""
         pipe = subprocess.PIPE
         with self.start(container, *arguments, stdin=pipe, stdout=pipe, stderr=pipe) as process:
@@ -60,7 +58,7 @@ class Pod:
         assert process.returncode == 0, errors
         return str(printed)
 
-    def is_ready(self) -> bool:
+    def is_ready(self):
         get = self.main["readinessProbe"]["httpGet"]
         connection = http.client.HTTPConnection("127.0.0.1", self.ports[get["port"]], timeout=10)
         try:
@@ -83,7 +81,7 @@ def test_its_containers_serve_a_model_that_has_learned_the_events(kafka, tmp_pat
     pod = Pod(template, documented()["quickstart"]["pipeline"], tmp_path, variables)
     (topics,) = pod.spec["initContainers"]
     pod.execute(topics, *topics["args"])
-    events = (ROOT / "anabranch/commands/template/events.jsonl").read_text(encoding="utf-8")
+    events = (ROOT / "anabranch/commands/init/template/events.jsonl").read_text(encoding="utf-8")
     with pod.start(pod.main, *pod.main["args"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
             pod.execute(pod.main, "produce", "-", given=events)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from kafka import KafkaAdminClient, TopicPartition
 
-from learner.state_dir.report import LearnerReport
+from anabranch.learner.status.report import LearnerReport
 from tests.faults import kills as counted
 from tests.faults.figures import Figures
 from tests.faults.pipeline import PATIENCE_SECONDS, Pipeline, Supervised, make_topic, send_in_order

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from learner.state_dir.checkpoint import RANK, Checkpoints
-from learner.state_dir.report import LearnerReport
+from anabranch.learner.checkpoints.format import RANK, Checkpoints
+from anabranch.learner.status.report import LearnerReport
 from tests.faults.figures import Figures
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 

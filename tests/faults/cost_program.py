@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from learner import run as session
-from learner.__main__ import main
-from learner.loop import Task, TrainingLoop
+from anabranch.learner import assembly as session
+from anabranch.learner.__main__ import main
+from anabranch.learner.loop import Task, TrainingLoop
 
 RECORD = np.dtype(
     [

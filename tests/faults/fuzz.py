@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.formats.arrow_writer import pack_batch
-from ingest.formats.registry import FORMATS
-from ingest.formats.rows import pack_rows, row_dtype
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.arrow_writer import pack_batch
+from anabranch.ingest.formats.rows import pack_rows, row_dtype
+from anabranch.ingest.settings.stream import SchemaSettings
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, producer
 from tests.pipelines import adds_up
+from tests.support.formats import FORMATS
 from tests.support.topics import TopicReader
 
 FEATURES = {"x": {"dtype": "float32", "shape": [3]}, "n": {"dtype": "int8"}, "d": {"dtype": "float64", "shape": [2, 2]}}

@@ -3,10 +3,10 @@
 import time
 from pathlib import Path
 
-from ingest.formats.registry import FORMATS
 from tests.faults import fuzz, registered_fuzz
 from tests.faults.figures import Figures
 from tests.faults.fuzz import Fuzzed
+from tests.support.formats import FORMATS
 
 _SEED = 0
 """Of formats with a registry: their damaged messages are the same in each run."""

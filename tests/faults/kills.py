@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from learner.state_dir.checkpoint import RANK, Checkpoints
-from learner.state_dir.report import LearnerReport
+from anabranch.learner.checkpoints.format import RANK, Checkpoints
+from anabranch.learner.status.report import LearnerReport
 from tests.faults.figures import Figures
 from tests.faults.pipeline import PATIENCE_SECONDS, Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up, total
@@ -26,7 +26,7 @@ from tests.pipelines import adds_up, total
 CODE = """
 import torch
 from torch import nn
-from learner.model.task import Regression
+from anabranch.learner.model.task import Regression
 
 class Accounts(nn.Module):
     def __init__(self, events):

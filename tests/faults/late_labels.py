@@ -20,11 +20,11 @@ import numpy as np
 from confluent_kafka import Producer
 from numpy.typing import NDArray
 
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.kafka.producer import create_topics
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.learner.status.report import LearnerReport
 from benchmarks.harness import data
-from ingest.config import StreamSettings
-from ingest.events.block import Array
-from ingest.kafka.producer import create_topics
-from learner.state_dir.report import LearnerReport
 from tests.faults.figures import Figures
 from tests.faults.kills import LEARNER, accounts
 from tests.faults.pipeline import PATIENCE_SECONDS, Pipeline, StuckError, Supervised
@@ -32,7 +32,7 @@ from tests.faults.pipeline import PATIENCE_SECONDS, Pipeline, StuckError, Superv
 CODE = """
 import torch
 from torch import nn
-from learner.model.task import Classification
+from anabranch.learner.model.task import Classification
 
 class Accounts(nn.Module):
     def __init__(self, events):

@@ -6,13 +6,15 @@ as many new events, and each outlier has to be named by its offset, in a log or 
 out: a secret of each run chooses those, and one that is not learned from is not named.
 """
 
+import contextlib
 import itertools
 import json
 import math
 import re
+import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,16 @@ from kafka import KafkaConsumer, KafkaProducer
 from safetensors.torch import load_file
 
 from anabranch.config.loader import load_config
-from ingest.events.schema import Schema
-from ingest.formats.json import JsonFormat
-from learner.model.factory import forward
-from learner.model.features.learned import attach_features
-from learner.state_dir.version import WEIGHTS, Versions
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.json import JsonFormat
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.factory import forward
+from anabranch.learner.model.features.learned import FeatureLearning
+from anabranch.learner.versions.format import WEIGHTS, Versions
 from tests.faults.figures import Figures
 from tests.faults.pipeline import Pipeline, Supervised, create_topic, make_topic
+from tests.support.registry_server import Registry, registry_server
+from tests.support.tokenizer import write_tokenizer
 
 PEOPLE = 50
 _NOW_MS = 1_700_000_000_000
@@ -47,7 +52,7 @@ class Model(nn.Module):
     def forward(self, who=None, **numbers):
         output = self.numbers(torch.cat([each.float().reshape(len(each), -1) for each in numbers.values()], dim=1))
         if who is not None:
-            output = output + self.people(who)
+            output = output + self.people(who).reshape(len(who), -1, output.shape[1]).mean(dim=1)
         return output if output.shape[1] > 1 else output[:, 0]
 
 def build(numbers, outputs, people):
@@ -55,7 +60,7 @@ def build(numbers, outputs, people):
 """
 TEXT = """
 {{stream}}
-{labels}
+{stream}
 [schema.features]
 x = {{dtype = "float32", shape = [3]{number}}}
 d = {{dtype = "float64"{missing}{number}}}
@@ -73,22 +78,32 @@ label = {{name = "y", {label}}}
 factory = "faulty_model:build"
 args = {{numbers = {numbers}, outputs = {outputs}, people = {people}}}
 task = "{task}"
+{embedding}
 {{learner}}
 device = "cpu"
 batch_size = 64
 optimizer = {{name = "adamw", lr = 2e-2}}
 [replay]
 capacity = 5000
+sampling = "{sampling}"
 [versions]
 publish_every = "2s"
 [gate]
 holdout_fraction = 0.0
 """
 
+TOKENS = '{tokenizer = "tokenizer.json", length = 4}'
+BACKTRACKING = "(a+)+$"
+"""A pattern that takes 2^n steps on n letters that something else follows."""
+
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to learn the stream: `scale` of the floats, `missing` of `d`, `encode` and `intercept` of `who`."""
+    """A way to learn the stream: `scale` of the floats, `missing` of `d`, `encode` and `intercept` of `who`.
+
+    `sampling` chooses the replayed events. With `tokens` `who` is encoded by a tokenizer whose pattern takes very many
+    steps on some texts, and with `registered` each message names a writer schema in a registry.
+    """
 
     name: str
     scale: str | None = "standard"
@@ -97,6 +112,9 @@ class Variant:
     intercept: bool = False
     regression: bool = False
     late: bool = False
+    sampling: str = "uniform"
+    tokens: bool = False
+    registered: bool = False
 
     @property
     def text(self) -> str:
@@ -106,13 +124,19 @@ class Variant:
             number=f', scale = "{self.scale}"' if self.scale else "",
             missing=f', missing = "{self.missing}"' if self.missing else "",
             whole=self.scale or "standard",
-            encode=self.encode + (", intercept = true" if self.intercept else ""),
+            encode=TOKENS if self.tokens else self.encode + (", intercept = true" if self.intercept else ""),
+            embedding='embedding = "numbers"' if self.sampling == "similar" else "",
             label='dtype = "float32"' if self.regression else "classes = 2",
             numbers=numbers,
             outputs=1 if self.regression else 2,
             people=0 if self.intercept else 64,
+            sampling=self.sampling,
             task="regression" if self.regression else "classification",
-            labels='labels = {topics = ["{labels}"], wait = "1h", key = "e"}' if self.late else "",
+            stream='labels = {topics = ["{labels}"], wait = "1h", key = "e"}'
+            if self.late
+            else 'format = "json-schema"\nregistry = {url = "{registry}"}'
+            if self.registered
+            else "",
         )
 
 
@@ -127,6 +151,12 @@ VARIANTS = (
     Variant("intercept", encode='{learn = 128, min_count = 1, expire = "12h"}', intercept=True),
     Variant("regression", regression=True),
     Variant("late-labels", late=True),
+    Variant("priorities", sampling="loss"),
+    Variant("neighbours", missing="mean", sampling="similar"),
+    Variant("raw-neighbours", scale=None, missing="mean", sampling="similar"),
+    Variant("tokens", tokens=True),
+    Variant("registered", registered=True),
+    Variant("regression-priorities", regression=True, sampling="loss"),
     Variant(
         "regression-intercept",
         encode="{learn = 128, min_count = 1}",
@@ -140,7 +170,8 @@ VARIANTS = (
 class Kind:
     """One way to spoil an event: its `fields` replace those of a good one.
 
-    `named`: whether its offset has to be reported; `dead`: it becomes a dead letter. `when` is its record time.
+    `named`: whether its offset has to be reported; `dead`: it becomes a dead letter. `when_ms` is its record time, and
+    `label_when_ms` that of its label where that comes late.
     """
 
     name: str
@@ -148,8 +179,13 @@ class Kind:
     named: bool = False
     dead: bool = False
     when_ms: int | None = None
+    label_when_ms: int | None = None
     regression: bool | None = None
     """Whether it is for regressions alone, or for classes alone; None: for both."""
+    schema: Mapping[str, Any] | None = None
+    """The writer schema that its message names, where messages name one."""
+    tokens: bool = False
+    """Whether it is only for a tokenizer."""
 
 
 def _kinds() -> Iterator[Kind]:
@@ -187,11 +223,30 @@ def _kinds() -> Iterator[Kind]:
     yield Kind("key of a number", {"id": 2**63 - 1})
     for name, when_ms in (("1970", 0), ("8 hours ahead", 8 * _HOUR_MS), ("23 hours ahead", 23 * _HOUR_MS)):
         yield Kind(f"record of {name}", {}, when_ms=when_ms)
+        yield Kind(f"late label of {name}", {}, label_when_ms=when_ms)
     yield Kind("record in microseconds", {}, when_ms=_NOW_MS * 1000)
     for value in (1e14, -1e15, 1e6, 3.4e38):
         yield Kind(f"label of {value:g}", {"y": value}, named=True, regression=True)
+    yield Kind("a text on which a pattern backtracks", {"who": "a" * 40 + "!"}, dead=True, tokens=True)
+    for name, schema in _schemas():
+        yield Kind(f"a schema that {name}", {}, dead=True, schema=schema)
     yield Kind("label of another type", {"y": "1"}, dead=True)
     yield Kind("label beyond the classes", {"y": 2}, dead=True, regression=False)
+
+
+def _schemas() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield writer schemas with which to read a record takes very long, or very much memory."""
+    for how in ("anyOf", "allOf", "oneOf"):
+        levels = {f"a{level}": {how: [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(30)}
+        yield f"doubles 30 times by {how}", {"$defs": {**levels, "a30": {"type": "object"}}, "$ref": "#/$defs/a0"}
+    yield "refers to itself", {"$ref": "#"}
+    deep: Mapping[str, Any] = {}
+    for _ in range(400):
+        deep = {"not": deep}
+    yield "is 400 levels deep", deep
+    alternatives = {"enum": [[number] for number in range(20_000)]}
+    yield "compares with 20,000 alternatives", {"properties": {"x": {"contains": alternatives, "minContains": 10**9}}}
+    yield "has a pattern that backtracks", {"properties": {"who": {"pattern": "^(?=p)((p|pe|person)+-?)+$(?!x)y"}}}
 
 
 KINDS = tuple(_kinds())
@@ -264,7 +319,14 @@ def stream_of(variant: Variant, count: int, kinds: Sequence[Kind], seed: int = 0
 
 def kinds_of(variant: Variant) -> list[Kind]:
     """Return the kinds that a variant has."""
-    return [kind for kind in KINDS if kind.regression in (None, variant.regression)]
+    return [
+        kind
+        for kind in KINDS
+        if kind.regression in (None, variant.regression)
+        and (variant.late or kind.label_when_ms is None)
+        and (variant.registered or kind.schema is None)
+        and (variant.tokens or not kind.tokens)
+    ]
 
 
 def right(model: torch.nn.Module, variant: Variant, columns: Mapping[str, Any]) -> float:
@@ -304,10 +366,35 @@ def learn(folder: Path, bootstrap: str, variant: Variant, count: int, kinds: Seq
     if variant.late:
         create_topic(bootstrap, labels, 1)
     text = variant.text.replace("{labels}", labels)
-    pipeline = Pipeline(folder / variant.name / ("spoiled" if kinds else "clean"), bootstrap, topic, CODE, text)
     sent = [*stream_of(variant, count, kinds)]
-    offsets = _send(bootstrap, topic, labels if variant.late else None, sent)
     total = len(sent) * (1 + variant.late)
+    with registry_server() if variant.registered else contextlib.nullcontext() as registry:
+        if registry is not None:
+            text, sent = text.replace("{registry}", registry.url), [*_registered(registry, topic, sent)]
+        pipeline = Pipeline(folder / variant.name / ("spoiled" if kinds else "clean"), bootstrap, topic, CODE, text)
+        if variant.tokens:
+            split = {"type": "Split", "pattern": {"Regex": BACKTRACKING}, "behavior": "Isolated", "invert": False}
+            people = [f"person-{number}" for number in range(PEOPLE)]
+            write_tokenizer(pipeline.folder / "tokenizer.json", people, pre_tokenizer=split)
+        offsets = _send(bootstrap, topic, labels if variant.late else None, sent)
+        return _result(pipeline, variant, count, total, offsets)
+
+
+def _registered(registry: Registry, topic: str, sent: Sequence[Sent]) -> Iterator[Sent]:
+    """Yield each message as serializers write it: a zero, the id of its writer schema, and the record."""
+    usual = registry.register(f"{topic}-value", {"type": "object"}, "JSON")
+    for each in sent:
+        number = usual
+        if each.kind is not None and each.kind.schema is not None:
+            number = registry.register(f"{topic}-value", each.kind.schema, "JSON")
+        yield replace(each, value=struct.pack(">bI", 0, number) + each.value)
+
+
+def _result(
+    pipeline: Pipeline, variant: Variant, count: int, total: int, offsets: Sequence[tuple[int, Kind]]
+) -> Result:
+    """Learn a stream of `total` messages to its end."""
+    topic, bootstrap = pipeline.topic, pipeline.bootstrap
     with Supervised(pipeline) as learner:
         report = learner.wait_for(
             lambda report: sum(part.finished for part in report.partitions.values()) >= total,
@@ -330,19 +417,21 @@ def _send(bootstrap: str, topic: str, labels: str | None, sent: Sequence[Sent]) 
     """Write messages, with labels in another topic; return the offsets of those that are spoiled."""
     producer = KafkaProducer(bootstrap_servers=bootstrap, acks="all", linger_ms=20, max_request_size=2_000_000)
     spoiled, now_ms = list[tuple[int, Kind]](), int(time.time() * 1000)
+
+    def absolute(when_ms: int | None) -> int | None:
+        return when_ms + now_ms if when_ms is not None and 0 < when_ms < 48 * _HOUR_MS else when_ms
+
     try:
         for offset, each in enumerate(sent):
-            when_ms = each.when_ms
-            if when_ms is not None and 0 < when_ms < 48 * _HOUR_MS:
-                when_ms += now_ms
-            producer.send(topic, each.value, timestamp_ms=when_ms)
+            producer.send(topic, each.value, timestamp_ms=absolute(each.when_ms))
             if each.kind is not None:
                 spoiled.append((offset, each.kind))
         producer.flush()
         if labels is not None:
             for each in sent:
-                event = json.loads(each.value)
-                producer.send(labels, json.dumps({"e": event["e"], "y": event["y"]}).encode())
+                event, when_ms = json.loads(each.value), each.kind.label_when_ms if each.kind is not None else None
+                label = json.dumps({"e": event["e"], "y": event["y"]}).encode()
+                producer.send(labels, label, timestamp_ms=absolute(when_ms))
             producer.flush()
     finally:
         producer.close()
@@ -375,7 +464,7 @@ def _right_of(pipeline: Pipeline, variant: Variant, weights: Mapping[str, torch.
     namespace: dict[str, Any] = {}
     exec(CODE, namespace)
     model = namespace["build"](**config.model.args)
-    attach_features(model, schema, torch.device("cpu"))
+    FeatureLearning().convert(model, ModelContext(torch.device("cpu"), schema))
     model.load_state_dict(dict(weights))
     values = [each.value for each in stream_of(variant, 5000, [], seed=99)]
     return right(model, variant, JsonFormat(schema).decode(values).columns)

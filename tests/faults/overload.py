@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 from kafka import KafkaAdminClient, TopicPartition
 
-from learner.state_dir.report import LearnerReport
+from anabranch.learner.status.report import LearnerReport
 from tests.faults.figures import Figures
 from tests.faults.pipeline import POLL_SECONDS, Pipeline, Supervised, make_topic, producer
 from tests.pipelines import adds_up, total

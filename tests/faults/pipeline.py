@@ -19,11 +19,11 @@ import psutil
 from confluent_kafka import Producer
 
 from anabranch.config.loader import load_config
+from anabranch.ingest.kafka.producer import EventProducer, create_topics
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.learner.status.report import LearnerReport, read_report
 from anabranch.runtime.embedded_broker import EmbeddedBroker
 from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
-from ingest.config import StreamSettings
-from ingest.kafka.producer import EventProducer, create_topics
-from learner.state_dir.report import LearnerReport, read_report
 from tests import forkserver
 from tests.support.kafka import START, RestartableBroker
 from tests.support.ports import first_free_port

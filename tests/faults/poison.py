@@ -12,7 +12,7 @@ from typing import Any
 
 from kafka import KafkaProducer
 
-from learner.state_dir.report import LearnerReport
+from anabranch.learner.status.report import LearnerReport
 from tests.faults.figures import Figures
 from tests.faults.pipeline import Pipeline, Supervised, make_topic
 from tests.pipelines import adds_up

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ingest.kafka.producer import EventProducer
-from replay.tiers.disk import DiskTier
+from anabranch.ingest.kafka.producer import EventProducer
+from anabranch.replay.tiers.disk import DiskTier
 from tests.faults.figures import Figures
 from tests.faults.pipeline import POLL_SECONDS, Pipeline, Supervised, make_topic, producer
 from tests.pipelines import total

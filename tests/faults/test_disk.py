@@ -7,14 +7,11 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from learner.state_dir.checkpoint import Checkpoints
+from anabranch.learner.checkpoints.format import Checkpoints
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up, encoded, events, total
 
@@ -45,13 +42,13 @@ SMALL = 200_000
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process can be set on Linux alone")
 def test_training_continues_while_checkpoints_cannot_be_written_and_a_crash_repeats_what_no_checkpoint_has(
-    kafka: Any, tmp_path: Path
-) -> None:
+    kafka, tmp_path
+):
     topic = make_topic(kafka.bootstrap, "disk")
     pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, CODE, TEXT)
     sent = 0
 
-    def learn() -> None:
+    def learn():
         nonlocal sent
         messages = encoded(events(100))
         send(kafka.bootstrap, topic, messages)
@@ -86,7 +83,7 @@ def test_training_continues_while_checkpoints_cannot_be_written_and_a_crash_repe
     assert report.replay_rows == {"device": report.outcomes["trained"]}
 
 
-def health(pipeline: Pipeline) -> str:
+def health(pipeline):
     """Return the learner's answer on /healthz."""
     try:
         with urllib.request.urlopen(f"http://{pipeline.status}/healthz", timeout=60) as reply:
@@ -96,7 +93,7 @@ def health(pipeline: Pipeline) -> str:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 40 MB; without the permission to mount one the test is skipped."""
     folder = tmp_path / "var"
     folder.mkdir()
@@ -114,7 +111,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is mounted on Linux alone")
-def test_training_continues_while_the_disk_is_completely_full(kafka: Any, tmp_path: Path, small_disk: Path) -> None:
+def test_training_continues_while_the_disk_is_completely_full(kafka, tmp_path, small_disk):
     """Not even a report can be written; the disk tier allocated its slots at the start."""
     topic = make_topic(kafka.bootstrap, "full")
     text = TEXT.replace("[checkpoints]", "keep = 2\nkeep_hourly = 0\n[checkpoints]")
@@ -129,7 +126,7 @@ def test_training_continues_while_the_disk_is_completely_full(kafka: Any, tmp_pa
         pid, filling = learner.pid(), small_disk / "filling"
         with filling.open("wb") as file:
 
-            def full() -> bool:
+            def full():
                 """Fill the rest of the disk, also what a failed checkpoint freed; return whether it was full."""
                 left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
                 with contextlib.suppress(OSError):  # others write to it too

@@ -1,8 +1,5 @@
 """The set of events joined with their labels is that of an offline join, whenever the learner is killed."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,7 +9,7 @@ from tests.faults.late_labels import SHUFFLED_HOURS, WAIT_HOURS, flights, killed
 
 
 @pytest.fixture
-def year(monkeypatch: pytest.MonkeyPatch) -> None:
+def year(monkeypatch):
     """A made-up year of 5,000 flights, since the true ones are fetched from a package registry."""
     generator = np.random.default_rng(0)
     due = np.sort(generator.uniform(0, 365 * 86_400, 5000))
@@ -22,7 +19,7 @@ def year(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("year")
-def test_a_plain_loop_over_the_messages_joins_what_is_expected() -> None:
+def test_a_plain_loop_over_the_messages_joins_what_is_expected():
     stream = flights(7000, seed=1, now=1_800_000_000)
     wait_ms = WAIT_HOURS * 3_600_000 / late_labels.SPEED
     times = dict(zip(stream.events.rows["flight"].tolist(), stream.events.time_ms.tolist(), strict=True))
@@ -41,7 +38,7 @@ def test_a_plain_loop_over_the_messages_joins_what_is_expected() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("year")
-def test_the_joined_set_is_that_of_an_offline_join_whenever_the_learner_is_killed(kafka: Any, tmp_path: Path) -> None:
+def test_the_joined_set_is_that_of_an_offline_join_whenever_the_learner_is_killed(kafka, tmp_path):
     joined = killed_while_events_wait(
         tmp_path, kafka.bootstrap, flights(6000, seed=2), kills=2, checkpoint_every="300ms", seed=3
     )

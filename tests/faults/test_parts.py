@@ -5,14 +5,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from learner.state_dir.version import Versions
+from anabranch.learner.versions.format import Versions
 from tests import forkserver
 from tests.faults.pipeline import POLL_SECONDS, Pipeline, make_topic, send
 from tests.faults.serving_kills import TEXT, Clients, ready
@@ -26,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 class Started:
     """A command of a pipeline that runs in a new session."""
 
-    def __init__(self, pipeline: Pipeline, *command: str) -> None:
+    def __init__(self, pipeline, *command):
         self._log = pipeline.folder / "commands.log"
         with self._log.open("ab") as output:
             self.process = forkserver.start(
@@ -37,11 +34,11 @@ class Started:
                 start_new_session=True,
             )
 
-    def family(self) -> list[psutil.Process]:
+    def family(self):
         """Return its process and all descendants."""
         return [psutil.Process(self.process.pid), *forkserver.descendants(self.process)]
 
-    def until(self, poll: Callable[[], Any], what: str, patience: float = 100.0) -> Any:
+    def until(self, poll, what, patience=100.0):
         """Return the first true value of `poll`; fail if the command ends first."""
         deadline = time.monotonic() + patience * slowness()
         while not (value := poll()):
@@ -50,22 +47,22 @@ class Started:
             time.sleep(POLL_SECONDS)
         return value
 
-    def log_tail(self) -> str:
+    def log_tail(self):
         """Return the end of what commands of the pipeline said."""
         return self._log.read_text()[-4000:]
 
-    def stop(self) -> int:
+    def stop(self):
         """SIGTERM, and the exit code."""
         self.process.terminate()
         return self.process.wait(60 * slowness())
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Started]]:
+def start():
     """Starts a command of a pipeline: `start(pipeline, "up")`; its processes are killed at the end."""
     started: list[Started] = []
 
-    def begin(pipeline: Pipeline, *command: str) -> Started:
+    def begin(pipeline, *command):
         started.append(Started(pipeline, *command))
         return started[-1]
 
@@ -77,16 +74,14 @@ def start() -> Iterator[Callable[..., Started]]:
         running.process.wait()
 
 
-def pid_of(pipeline: Pipeline, part: str) -> int | None:
+def pid_of(pipeline, part):
     try:
         return int(json.loads((pipeline.state_dir / f"{part}.json").read_text())["pid"])
     except FileNotFoundError:
         return None
 
 
-def test_a_killed_supervisor_leaves_no_process_and_the_next_one_continues(
-    kafka: Any, tmp_path: Path, start: Callable[..., Started]
-) -> None:
+def test_a_killed_supervisor_leaves_no_process_and_the_next_one_continues(kafka, tmp_path, start):
     port, topic = first_free_port(), make_topic(kafka.bootstrap, "parts")
     pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, TEXT.format(port=port))
     first = start(pipeline, "up")
@@ -103,7 +98,7 @@ def test_a_killed_supervisor_leaves_no_process_and_the_next_one_continues(
     assert psutil.wait_procs(family, 100)[1] == []
     send(kafka.bootstrap, topic, encoded(events(300)))
 
-    def trained() -> bool:
+    def trained():
         report = pipeline.report()
         return report.pid in {process.pid for process in second.family()} and total(report) == 600
 
@@ -127,19 +122,17 @@ def test_a_killed_supervisor_leaves_no_process_and_the_next_one_continues(
     assert clients.asked.versions == {Versions(pipeline.state_dir / "versions").numbers()[-1]}
 
 
-def test_a_standby_continues_when_the_learner_is_killed(
-    kafka: Any, tmp_path: Path, start: Callable[..., Started]
-) -> None:
+def test_a_standby_continues_when_the_learner_is_killed(kafka, tmp_path, start):
     topic = make_topic(kafka.bootstrap, "standby")
     text = TEXT.format(port=first_free_port()).replace("{learner}", "{learner}\nstandby = true")
     pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, text)
     parts = start(pipeline, "up")
 
-    def trained(rows: int) -> bool:
+    def trained(rows):
         report = pipeline.report()
         return report is not None and total(report) == rows
 
-    def standby() -> list[int]:
+    def standby():
         children = forkserver.children(parts.process)
         return [child.process.pid for child in children if "--standby" in child.arguments]
 

@@ -1,9 +1,6 @@
 """Faults of the network to the broker or to Redis: training continues, and the counts add up."""
 
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +54,7 @@ def build():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_each_event_is_trained_once_through_faults_of_the_network_to_the_broker(kafka: Any, tmp_path: Path) -> None:
+def test_each_event_is_trained_once_through_faults_of_the_network_to_the_broker(kafka, tmp_path):
     topic = make_topic(kafka.bootstrap, "proxy")
     text = TEXT.format(events=EVENTS * (len(FAULTS) + 1), batch=16, checkpoint_every="200ms")
     with Proxy(kafka.bootstrap) as proxy:
@@ -89,9 +86,7 @@ def test_each_event_is_trained_once_through_faults_of_the_network_to_the_broker(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_events_are_replayed_from_the_disk_through_faults_of_the_network_to_redis(
-    kafka: Any, mortal_redis: Any, tmp_path: Path
-) -> None:
+def test_events_are_replayed_from_the_disk_through_faults_of_the_network_to_redis(kafka, mortal_redis, tmp_path):
     topic, sent = make_topic(kafka.bootstrap, "redis"), 0
     messages = encoded({"x": [float(i % 3 == k % 3) for k in range(64)], "y": i % 3} for i in range(EVENTS))
     with Proxy(f"127.0.0.1:{mortal_redis.port}") as proxy:
@@ -122,19 +117,17 @@ def test_events_are_replayed_from_the_disk_through_faults_of_the_network_to_redi
 class Withholding(Proxy):
     """Passes no answer of the server on while `passes` is not set."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target):
         super().__init__(target)
         self.passes = threading.Event()
         self.passes.set()
 
-    def _spoiled(self, chunk: bytes) -> bytes:
+    def _spoiled(self, chunk):
         self.passes.wait()
         return chunk
 
 
-def test_an_event_whose_acknowledgement_is_lost_is_sent_again_and_stored_once(
-    kafka: Any, consume_all: Callable[..., list[Any]]
-) -> None:
+def test_an_event_whose_acknowledgement_is_lost_is_sent_again_and_stored_once(kafka, consume_all):
     topic = make_topic(kafka.bootstrap, "acknowledged")
     with Withholding(kafka.bootstrap) as proxy, producer(proxy.address, topic) as sender:
         sender.send(b"first")

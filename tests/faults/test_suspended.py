@@ -4,14 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from learner.state_dir.report import LearnerReport
 from tests.faults.kills import CODE, ROW, TEXT, accounts
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up, total
@@ -20,27 +16,27 @@ EVENTS = 400
 HALF = EVENTS // 2
 
 
-def halves() -> Iterator[list[bytes]]:
+def halves():
     rows = np.zeros(EVENTS, ROW)
     rows["id"] = np.arange(EVENTS)
     for half in (rows[:HALF], rows[HALF:]):
         yield [row.tobytes() for row in half]
 
 
-def pipeline_on(bootstrap: str, folder: Path) -> Pipeline:
+def pipeline_on(bootstrap, folder):
     text = TEXT.format(events=EVENTS, batch=16, checkpoint_every="200ms")
     return Pipeline(folder, bootstrap, make_topic(bootstrap, "suspended"), CODE, text)
 
 
-def all_trained(report: LearnerReport) -> bool:
+def all_trained(report):
     return total(report) == EVENTS and not report.problems
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
-def test_a_suspended_learner_keeps_its_lock_and_continues(kafka: Any, tmp_path: Path) -> None:
+def test_a_suspended_learner_keeps_its_lock_and_continues(kafka, tmp_path):
     pipeline, (first, second) = pipeline_on(kafka.bootstrap, tmp_path), halves()
-    command = [sys.executable, "-m", "learner", "-c", str(pipeline.path)]
+    command = [sys.executable, "-m", "anabranch.learner", "-c", str(pipeline.path)]
     with Supervised(pipeline) as learner:
         send(kafka.bootstrap, pipeline.topic, first)
         learner.wait_for(lambda report: total(report) == HALF and (report.checkpoint or 0) > 1, "half of the events")
@@ -65,7 +61,7 @@ def test_a_suspended_learner_keeps_its_lock_and_continues(kafka: Any, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_learner_whose_broker_is_killed_waits_and_reports_a_problem(mortal_kafka: Any, tmp_path: Path) -> None:
+def test_a_learner_whose_broker_is_killed_waits_and_reports_a_problem(mortal_kafka, tmp_path):
     pipeline, (first, second) = pipeline_on(mortal_kafka.bootstrap, tmp_path), halves()
     with Supervised(pipeline) as learner:
         send(mortal_kafka.bootstrap, pipeline.topic, first)

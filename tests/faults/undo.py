@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from learner.state_dir.undo_file import read_undo
-from learner.state_dir.version import WEIGHTS, Versions
+from anabranch.learner.state_dir.undo_file import read_undo
+from anabranch.learner.versions.format import WEIGHTS, Versions
 from tests.faults import serving_kills
 from tests.faults.baselines import last_checkpoint
 from tests.faults.figures import Figures

@@ -11,14 +11,14 @@ import fastavro
 import numpy as np
 import pytest
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.formats.avro import make_decoder
-from ingest.formats.avro_records.columns import AvroColumnsDecoder
-from ingest.formats.avro_records.fields import read_fields
-from ingest.formats.avro_records.rows import AvroRowsDecoder
-from ingest.formats.avro_records.schema import parse_avro
-from ingest.schema_registry.writer_schema import Reference, UnfitSchemaError, WriterSchema
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.avro import make_decoder
+from anabranch.ingest.formats.avro_records.columns import AvroColumnsDecoder
+from anabranch.ingest.formats.avro_records.fields import read_fields
+from anabranch.ingest.formats.avro_records.rows import AvroRowsDecoder
+from anabranch.ingest.formats.avro_records.schema import parse_avro
+from anabranch.ingest.schema_registry.writer_schema import Reference, UnfitSchemaError, WriterSchema
+from anabranch.ingest.settings.stream import SchemaSettings
 
 SCHEMA = Schema(
     SchemaSettings.model_validate(
@@ -34,22 +34,22 @@ SCHEMA = Schema(
 )
 
 
-def record(*fields: tuple[str, Any], name: str = "Event") -> dict[str, Any]:
+def record(*fields, name="Event"):
     return {"type": "record", "name": name, "fields": [{"name": n, "type": kind} for n, kind in fields]}
 
 
-def decoder(schema: Any, references: tuple[Reference, ...] = ()) -> Any:
+def decoder(schema, references=()):
     text = schema if isinstance(schema, str) else json.dumps(schema)
     return make_decoder(WriterSchema(7, "avro", text, references), SCHEMA)
 
 
-def packed(schema: Any, event: Any) -> bytes:
+def packed(schema, event):
     sink = io.BytesIO()
     fastavro.schemaless_writer(sink, fastavro.parse_schema(schema), event)
     return sink.getvalue()
 
 
-def varint(number: int) -> bytes:
+def varint(number):
     coded, out = (number << 1) ^ (number >> 63), bytearray()
     while coded > 127:
         out.append(coded & 127 | 128)
@@ -123,7 +123,7 @@ class TestHostileSchemas:
 
 class TestHostileRecords:
     @pytest.fixture(params=[AvroColumnsDecoder, AvroRowsDecoder])
-    def kind(self, request: pytest.FixtureRequest) -> Any:
+    def kind(self, request):
         return request.param
 
     @pytest.mark.parametrize(
@@ -242,15 +242,15 @@ class TestTypes:
 class RandomRecords:
     """Random types, and values of them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self._dice = random.Random(seed)
         self._names = 0
 
-    def named(self) -> str:
+    def named(self):
         self._names += 1
         return f"n{self._names}"
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self):
         dice = self._dice
         fields = [
             ("x", dice.choice(["int", "long", "float", "double", ["null", "double"]])),
@@ -262,7 +262,7 @@ class RandomRecords:
         dice.shuffle(fields)
         return record(*fields)
 
-    def kind(self, depth: int = 0) -> Any:
+    def kind(self, depth=0):
         dice = self._dice
         plain = ["boolean", "int", "long", "float", "double", "bytes", "string"]
         kind = dice.choice(plain if depth > 3 else [*plain, "null", "enum", "array", "map", "record", "union", "union"])
@@ -275,7 +275,7 @@ class RandomRecords:
             return record(*((self.named(), self.kind(depth + 1)) for _ in range(3)), ("last", "int"), name=self.named())
         return dice.choice([["null", self.kind(4)], [self.kind(4), "null"]]) if kind == "union" else kind
 
-    def value(self, kind: Any) -> Any:
+    def value(self, kind):
         dice = self._dice
         if isinstance(kind, list):
             return self.value(dice.choice(kind))
@@ -293,7 +293,7 @@ class RandomRecords:
         values |= {"int": [0, -1, 2**31 - 1], "long": [0, 1, -(2**63)], "string": ["", "abc", "\u00e9"]}
         return dice.choice(values.get(name, [0.5, -3.0, 1e9]))
 
-    def spoiled(self, value: bytes) -> bytes:
+    def spoiled(self, value):
         spoiled, at = bytearray(value), self._dice.randrange(len(value))
         match self._dice.randrange(3):
             case 0:

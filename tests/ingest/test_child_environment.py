@@ -5,17 +5,16 @@ import os
 import platform
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-import ingest.reader.ingest_process
-from ingest.child_environment import without_settings
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.reader.reader import BlockReader
+import anabranch.ingest.reader.ingest_process
+from anabranch.ingest.child_environment import without_settings
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 
 
-def test_variables_of_settings_are_left_out_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_settings_are_left_out_and_others_stay(monkeypatch):
     monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "secret")
     monkeypatch.setenv("SSL_CERT_FILE", "ca.pem")
     found = without_settings()
@@ -23,16 +22,16 @@ def test_variables_of_settings_are_left_out_and_others_stay(monkeypatch: pytest.
     assert "secret" not in found.values()
 
 
-def started_with(monkeypatch: pytest.MonkeyPatch, **stream: Any) -> dict[str, str]:
+def started_with(monkeypatch, **stream):
     """The environment in which a reader starts its process."""
     given: list[dict[str, str]] = []
     actually = subprocess.Popen
 
-    def start(_: list[str], *, env: dict[str, str] | None = None, **options: Any) -> Any:
+    def start(_, *, env=None, **options):
         given.append(env or dict(os.environ))
         return actually(["sleep", "60"], env=env, **options)
 
-    monkeypatch.setattr(ingest.reader.ingest_process.subprocess, "Popen", start)
+    monkeypatch.setattr(anabranch.ingest.reader.ingest_process.subprocess, "Popen", start)
     schema = SchemaSettings.model_validate(
         {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}}
     )
@@ -43,7 +42,7 @@ def started_with(monkeypatch: pytest.MonkeyPatch, **stream: Any) -> dict[str, st
     return environment
 
 
-def test_the_process_is_started_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_is_started_without_them(monkeypatch):
     monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "secret")
     assert "secret" not in started_with(monkeypatch).values()
 
@@ -52,18 +51,14 @@ def test_the_process_is_started_without_them(monkeypatch: pytest.MonkeyPatch) ->
 class TestHeap:
     HISTORY = {"backfill": {"files": ["*.parquet"]}}
 
-    def test_threads_of_a_process_that_reads_files_share_one_heap(
-        self, monkeypatch: pytest.MonkeyPatch, name: str
-    ) -> None:
+    def test_threads_of_a_process_that_reads_files_share_one_heap(self, monkeypatch, name):
         assert started_with(monkeypatch, **self.HISTORY)[name] in ("1", "system")
 
-    def test_what_a_user_has_set_stays(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def test_what_a_user_has_set_stays(self, monkeypatch, name):
         monkeypatch.setenv(name, "4")
         assert started_with(monkeypatch, **self.HISTORY)[name] == "4"
 
-    def test_those_of_a_process_that_reads_topics_alone_do_not(
-        self, monkeypatch: pytest.MonkeyPatch, name: str
-    ) -> None:
+    def test_those_of_a_process_that_reads_topics_alone_do_not(self, monkeypatch, name):
         assert name not in started_with(monkeypatch)
 
 
@@ -84,7 +79,7 @@ print(faults() - before)
 
 @pytest.mark.process
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the variables are those of glibc")
-def test_memory_of_arrays_is_kept_for_the_next_ones() -> None:
+def test_memory_of_arrays_is_kept_for_the_next_ones():
     """Without the variables, each of the 6,144 pages is returned to the system, and cleared by it again."""
     command = [sys.executable, "-c", _ARRAYS_THAT_COME_AND_GO]
     found = subprocess.run(command, env=without_settings(reads_files=True), capture_output=True, text=True, check=True)

@@ -2,26 +2,24 @@
 
 import contextlib
 import json
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from confluent_kafka import Producer
 
-from ingest.config import StreamSettings
-from ingest.errors import CodecError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.registry import CLIENTS
+from anabranch.ingest.errors import CodecError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.registry import CLIENTS
+from anabranch.ingest.settings.stream import StreamSettings
 
 CODECS = ["gzip", "lz4", "snappy", "zstd"]
 
 
 @pytest.fixture
-def compressed(kafka: Any, make_topic: Callable[..., str]) -> Callable[[str], str]:
+def compressed(kafka, make_topic):
     """Makes a topic with ten messages that are compressed."""
 
-    def make(codec: str) -> str:
+    def make(codec):
         topic = make_topic()
         producer = Producer({"bootstrap.servers": kafka.bootstrap, "compression.type": codec, "linger.ms": 200})
         for i in range(10):
@@ -32,7 +30,7 @@ def compressed(kafka: Any, make_topic: Callable[..., str]) -> Callable[[str], st
     return make
 
 
-def read(kafka: Any, topic: str, client: str) -> list[int]:
+def read(kafka, topic, client):
     named = {"bootstrap_servers": kafka.bootstrap, "topics": [topic], "client": client}
     settings = StreamSettings.model_validate(named).resolved("test")
     found: list[int] = []
@@ -49,23 +47,19 @@ def read(kafka: Any, topic: str, client: str) -> list[int]:
 
 @pytest.mark.parametrize("client", sorted(CLIENTS))
 @pytest.mark.parametrize("codec", CODECS)
-def test_compressed_messages_are_read(kafka: Any, compressed: Callable[[str], str], codec: str, client: str) -> None:
+def test_compressed_messages_are_read(kafka, compressed, codec, client):
     assert read(kafka, compressed(codec), client) == list(range(10))
 
 
 @pytest.mark.parametrize("codec", ["lz4", "snappy", "zstd"])
-def test_a_client_without_the_package_names_what_to_install(
-    kafka: Any, compressed: Callable[[str], str], codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_without_the_package_names_what_to_install(kafka, compressed, codec, monkeypatch):
     topic = compressed(codec)
     monkeypatch.setattr(f"kafka.codec.has_{codec}", lambda: False)
     with pytest.raises(CodecError, match=f"compressed with {codec}, .*codecs.*confluent"):
         read(kafka, topic, "kafka-python")
 
 
-def test_messages_without_a_decompressor_raise_at_each_poll_and_are_never_skipped(
-    kafka: Any, compressed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_without_a_decompressor_raise_at_each_poll_and_are_never_skipped(kafka, compressed, monkeypatch):
     topic = compressed("gzip")
     settings = StreamSettings.model_validate({"bootstrap_servers": kafka.bootstrap, "topics": [topic]}).resolved("test")
     monkeypatch.setattr("kafka.codec.has_gzip", lambda: False)

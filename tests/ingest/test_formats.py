@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,29 +14,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.formats.arrow_writer import pack_batch
-from ingest.formats.base import WHOLE_MESSAGE, Decoded
-from ingest.formats.registry import FORMATS
-from ingest.formats.rows import pack_rows, row_dtype
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.arrow_writer import pack_batch
+from anabranch.ingest.formats.base import WHOLE_MESSAGE
+from anabranch.ingest.formats.registry import format_class
+from anabranch.ingest.formats.rows import pack_rows, row_dtype
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.testing.checks import NotPromisedError, name_of
+from anabranch.testing.formats import CHECKS, a_message_may_have_several_events
+from tests.support.formats import FORMATS
 
 MakeSchema = Callable[..., Schema]
 
 
-def pack_json(schema: Schema, event: dict[str, Any]) -> bytes:
+def pack_json(schema, event):
     return json.dumps({name: value for name, value in event.items() if value is not None}).encode()
 
 
-def pack_row(schema: Schema, event: dict[str, Any]) -> bytes:
+def pack_row(schema, event):
     return pack_rows(schema, [{name: value for name, value in event.items() if value is not None}])
 
 
-def pack_arrow(schema: Schema, event: dict[str, Any]) -> bytes:
+def pack_arrow(schema, event):
     return pack_batch(schema, [event])
 
 
-def arrow_stream(*batches: Any, **options: Any) -> bytes:
+def arrow_stream(*batches, **options):
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
         for batch in batches:
@@ -52,65 +55,28 @@ PACK: dict[str, Callable[[Schema, dict[str, Any]], bytes]] = {
 
 
 @pytest.fixture(params=sorted(FORMATS))
-def name(request: pytest.FixtureRequest) -> str:
+def name(request):
     return str(request.param)
 
 
-def test_every_format_is_in_this_suite() -> None:
+def test_every_format_is_in_this_suite():
     assert PACK.keys() == FORMATS.keys()
 
 
-def decode(name: str, schema: Schema, *events: dict[str, Any]) -> Decoded:
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_a_format_keeps_what_all_promise(name, check):
+    try:
+        check(FORMATS[name])
+    except NotPromisedError:
+        assert (name, check) == ("json", a_message_may_have_several_events)
+
+
+def decode(name, schema, *events):
     return FORMATS[name](schema).decode([PACK[name](schema, event) for event in events])
 
 
-def test_good_events_become_columns_in_order(name: str, make_schema: MakeSchema) -> None:
-    schema = make_schema(
-        {"x": {"dtype": "float32", "shape": [2, 2]}, "n": {"dtype": "int16"}, "b": {"dtype": "bool"}},
-        {"name": "y", "classes": 3},
-        weight={"name": "w"},
-        time={"name": "t"},
-    )
-    events = [
-        {"x": [[i, 1.5], [-2, 0]], "n": -i, "b": i % 2 == 0, "y": i % 3, "w": 0.5 * i, "t": 1e9 + i} for i in range(5)
-    ]
-    decoded = decode(name, schema, *events)
-    assert not decoded.rejects
-    assert decoded.message.tolist() == list(range(5))
-    assert decoded.row.tolist() == [0] * 5
-    for column, dtype in (("feature.x", "float32"), ("feature.n", "int16"), ("feature.b", "bool"), ("label", "int64")):
-        assert decoded.columns[column].dtype == dtype
-    assert decoded.columns["feature.x"].tolist() == [event["x"] for event in events]
-    assert decoded.columns["feature.n"].tolist() == [event["n"] for event in events]
-    assert decoded.columns["feature.b"].tolist() == [event["b"] for event in events]
-    assert decoded.columns["label"].tolist() == [event["y"] for event in events]
-    assert decoded.columns["weight"].tolist() == [event["w"] for event in events]
-    assert decoded.columns["time"].tolist() == [event["t"] for event in events]
-    assert decoded.columns["labelled"].all()
-
-
-def test_no_message_at_all_is_no_event(name: str, schema: Schema) -> None:
-    decoded = FORMATS[name](schema).decode([])
-    assert len(decoded.message) == 0
-    assert decoded.columns["feature.x"].shape == (0, 3)
-
-
-def test_an_event_without_a_label_is_not_labelled(name: str, schema: Schema) -> None:
-    decoded = decode(name, schema, {"x": [1, 2, 3], "y": None}, {"x": [1, 2, 3], "y": 2})
-    assert decoded.columns["labelled"].tolist() == [False, True]
-    assert decoded.columns["label"].tolist() == [-1, 2]
-
-
-def test_a_regression_target_may_be_missing(name: str, make_schema: MakeSchema) -> None:
-    schema = make_schema({"x": {"dtype": "float64"}}, {"name": "y", "dtype": "float32"})
-    decoded = decode(name, schema, {"x": 1, "y": None}, {"x": 1, "y": -2.5})
-    assert decoded.columns["labelled"].tolist() == [False, True]
-    assert math.isnan(decoded.columns["label"][0])
-    assert decoded.columns["label"][1] == -2.5
-
-
 @pytest.mark.parametrize("classes", [4, ["red", "green", "blue", "black"]], ids=["numbers", "names"])
-def test_a_label_of_several_classes_is_a_bool_for_each(name: str, make_schema: MakeSchema, classes: Any) -> None:
+def test_a_label_of_several_classes_is_a_bool_for_each(name, make_schema, classes):
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": classes, "multi": True})
     known = range(4) if classes == 4 else classes
     lists = [[3, 0], None, [], [1]]
@@ -124,7 +90,7 @@ def test_a_label_of_several_classes_is_a_bool_for_each(name: str, make_schema: M
 
 
 @pytest.mark.parametrize("classes", [4, ["red", "green", "blue", "black"]], ids=["numbers", "names"])
-def test_a_label_with_a_length_is_a_class_at_each_position(name: str, make_schema: MakeSchema, classes: Any) -> None:
+def test_a_label_with_a_length_is_a_class_at_each_position(name, make_schema, classes):
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": classes, "length": 3})
     known = range(4) if classes == 4 else classes
     lists = [[3, None, 1, 2], None, [0], [], [None, None], [None, None, None, 2]]
@@ -138,9 +104,7 @@ def test_a_label_with_a_length_is_a_class_at_each_position(name: str, make_schem
 
 
 @pytest.mark.parametrize(("classes", "none", "bad"), [(4, -100, 4), (4, -100, -1), (["a", "b"], "", "c")])
-def test_a_position_has_a_class_or_none_in_every_format(
-    make_schema: MakeSchema, classes: Any, none: Any, bad: Any
-) -> None:
+def test_a_position_has_a_class_or_none_in_every_format(make_schema, classes, none, bad):
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": classes, "length": 2})
     good = 0 if classes == 4 else "a"
     lists = [[none, good], [good, bad], [good], [none]]
@@ -174,9 +138,7 @@ def test_a_position_has_a_class_or_none_in_every_format(
         (["a", "b", "c"], "a", "Expected `array|not a list of strings"),
     ],
 )
-def test_a_list_of_what_is_no_class_is_a_fault_of_its_event(
-    make_schema: MakeSchema, classes: Any, label: Any, reason: str
-) -> None:
+def test_a_list_of_what_is_no_class_is_a_fault_of_its_event(make_schema, classes, label, reason):
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": classes, "multi": True})
     good = {"x": 1, "y": [0 if classes == 4 else "a"]}
     message = arrow_stream(pa.record_batch({"x": pa.array([2], pa.int8()), "y": pa.array([label])}))
@@ -188,7 +150,7 @@ def test_a_list_of_what_is_no_class_is_a_fault_of_its_event(
         assert re.search(reason, decoded.rejects[0].reason)
 
 
-def test_lists_of_classes_may_be_of_any_kind_of_arrow_list(make_schema: MakeSchema) -> None:
+def test_lists_of_classes_may_be_of_any_kind_of_arrow_list(make_schema):
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": ["a", "b", "c"], "multi": True})
     x, words = pa.array([1, 2, 3], pa.int8()), pa.dictionary(pa.int8(), pa.string())
     for kind, lists in (
@@ -205,7 +167,7 @@ def test_lists_of_classes_may_be_of_any_kind_of_arrow_list(make_schema: MakeSche
     assert decoded.rejects[0].reason == "y lists what is not a class"
 
 
-def test_rows_of_several_classes_are_zeros_and_ones(make_schema: MakeSchema) -> None:
+def test_rows_of_several_classes_are_zeros_and_ones(make_schema):
     label = {"name": "y", "classes": 3, "multi": True, "dtype": "int8"}
     schema = make_schema({"x": {"dtype": "int8"}}, label)
     rows = [bytes([1, 1, 0, 1]), bytes([2, 255, 255, 255]), bytes([3, 0, 2, 0]), bytes([4, 255, 0, 1])]
@@ -220,24 +182,8 @@ def test_rows_of_several_classes_are_zeros_and_ones(make_schema: MakeSchema) -> 
             pack_rows(unsigned, [bad])
 
 
-def test_a_key_and_a_group_hash_alike_in_every_event(name: str, make_schema: MakeSchema) -> None:
-    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, key={"name": "k"}, group={"name": "g"})
-    decoded = decode(name, schema, {"x": 1, "y": 0, "k": 7, "g": 9}, {"x": 2, "y": 1, "k": 7, "g": 8})
-    key, group = decoded.columns["key_hash"], decoded.columns["group_hash"]
-    assert key[0] == key[1] != 0
-    assert group[0] != group[1]
-
-
-def test_good_events_survive_bad_neighbours(name: str, schema: Schema) -> None:
-    good = {"x": [1, 2, 3], "y": 1}
-    values = [PACK[name](schema, good), b"", PACK[name](schema, good), b"\xff" * 5]
-    decoded = FORMATS[name](schema).decode(values)
-    assert decoded.message.tolist() == [0, 2]
-    assert [reject.message for reject in decoded.rejects] == [1, 3]
-
-
 @given(st.lists(st.binary(max_size=200), max_size=8))
-def test_arbitrary_bytes_are_events_or_rejects_and_never_an_error(values: list[bytes]) -> None:
+def test_arbitrary_bytes_are_events_or_rejects_and_never_an_error(values):
     schema = Schema(
         SchemaSettings.model_validate(
             {"features": {"x": {"dtype": "float16", "shape": [2]}}, "label": {"name": "y", "classes": 2}}
@@ -249,7 +195,7 @@ def test_arbitrary_bytes_are_events_or_rejects_and_never_an_error(values: list[b
         assert np.isfinite(decoded.columns["feature.x"]).all()
 
 
-def test_an_integer_that_is_out_of_its_bounds_is_a_fault_of_its_event(name: str, make_schema: MakeSchema) -> None:
+def test_an_integer_that_is_out_of_its_bounds_is_a_fault_of_its_event(name, make_schema):
     features = {"day": {"dtype": "int64", "min": 0, "max": 6}, "n": {"dtype": "uint8", "shape": [2], "max": 9}}
     schema = make_schema(features, {"name": "y", "classes": 3})
     events = [
@@ -269,7 +215,7 @@ def test_an_integer_that_is_out_of_its_bounds_is_a_fault_of_its_event(name: str,
     ]
 
 
-def test_a_value_that_is_no_number_is_rejected_by_the_name_of_its_field(name: str, make_schema: MakeSchema) -> None:
+def test_a_value_that_is_no_number_is_rejected_by_the_name_of_its_field(name, make_schema):
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, weight={"name": "importance"})
     too_large = math.inf if name == "rows" else 1e39
     (reject,) = decode(name, schema, {"x": 1, "y": 1, "importance": too_large}).rejects
@@ -277,7 +223,7 @@ def test_a_value_that_is_no_number_is_rejected_by_the_name_of_its_field(name: st
 
 
 class TestJson:
-    def test_a_time_may_be_a_number_or_an_iso_time_which_is_utc_without_a_zone(self) -> None:
+    def test_a_time_may_be_a_number_or_an_iso_time_which_is_utc_without_a_zone(self):
         described = {
             "features": {"x": {"dtype": "float32"}},
             "label": {"name": "y", "classes": 2},
@@ -297,7 +243,7 @@ class TestJson:
         assert [reject.message for reject in decoded.rejects] == [5, 6, 7, 8, 9]
         assert decoded.rejects[0].reason == "Expected seconds since 1970 or an ISO time, got 'noon' - at `$.t`"
 
-    def test_null_is_missing(self) -> None:
+    def test_null_is_missing(self):
         features = {
             "a": {"dtype": "float32", "default": 7},
             "b": {"dtype": "int64", "shape": [2], "default": [1, 2]},
@@ -311,7 +257,7 @@ class TestJson:
             np.testing.assert_array_equal(column, absent.columns[name], err_msg=name)
         assert decode([b'{"b": [1, null]}']).rejects
 
-    def test_a_label_with_two_classes_may_be_true_or_false(self) -> None:
+    def test_a_label_with_two_classes_may_be_true_or_false(self):
         described = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}}
         values = [b'{"x": 1, "y": %s}' % label for label in (b"true", b"false", b"1", b"null", b"2")]
         decoded = FORMATS["json"](Schema(SchemaSettings.model_validate(described))).decode(values)
@@ -350,15 +296,13 @@ class TestJson:
             (b'{"x": [1, 2, 3], "y": 1, "z": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
         ],
     )
-    def test_each_kind_of_bad_message_is_rejected_with_its_reason(
-        self, schema: Schema, value: bytes, reason: str
-    ) -> None:
+    def test_each_kind_of_bad_message_is_rejected_with_its_reason(self, schema, value, reason):
         decoded = FORMATS["json"](schema).decode([value])
         assert len(decoded.message) == 0
         assert [(reject.message, reject.row) for reject in decoded.rejects] in ([(0, WHOLE_MESSAGE)], [(0, 0)])
         assert reason in decoded.rejects[0].reason
 
-    def test_numbers_outside_the_bounds_of_a_float_or_a_label_are_rejected(self, make_schema: MakeSchema) -> None:
+    def test_numbers_outside_the_bounds_of_a_float_or_a_label_are_rejected(self, make_schema):
         label = {"name": "y", "dtype": "float64", "min": -10, "max": 10.5}
         schema = make_schema({"x": {"dtype": "float32", "max": 100}}, label)
         pairs = [(1, 10.5), (101, 0), (3.4e38, 0), (0, 10.6), (100, -10), (0, -1e15), (-3.4e38, 0), (0, 1e300)]
@@ -369,23 +313,23 @@ class TestJson:
             **dict.fromkeys((3, 5, 7), "y is not in -10..10.5"),
         }
 
-    def test_unknown_fields_are_ignored_and_counted(self, schema: Schema) -> None:
+    def test_unknown_fields_are_ignored_and_counted(self, schema):
         values = [b'{"x": [1, 2, 3], "y": 1, "z": {"deep": []}}', b'{"x": [1, 2, 3], "y": 1}']
         decoded = FORMATS["json"](schema).decode(values)
         assert decoded.unknown_fields == 1
         assert len(decoded.message) == 2
 
-    def test_two_malformed_messages_never_join_to_good_ones(self, schema: Schema) -> None:
+    def test_two_malformed_messages_never_join_to_good_ones(self, schema):
         decoded = FORMATS["json"](schema).decode([b'{"x": [1, 2', b'3], "y": 1}', b'{"x": [1, 2, 3], "y": 0}'])
         assert decoded.message.tolist() == [2]
         assert [reject.message for reject in decoded.rejects] == [0, 1]
 
-    def test_strings_are_encoded_and_unknown_ones_are_id_0(self, make_schema: MakeSchema) -> None:
+    def test_strings_are_encoded_and_unknown_ones_are_id_0(self, make_schema):
         schema = make_schema({"c": {"dtype": "string", "encode": {"vocab": ["a", "b"]}}}, {"name": "y", "classes": 2})
         decoded = FORMATS["json"](schema).decode([b'{"c": "b"}', b'{"c": "?"}', '{"c": "\u00e4"}'.encode()])
         assert decoded.columns["feature.c"].tolist() == [2, 0, 0]
 
-    def test_a_feature_with_a_default_is_optional(self, make_schema: MakeSchema) -> None:
+    def test_a_feature_with_a_default_is_optional(self, make_schema):
         schema = make_schema(
             {
                 "x": {"dtype": "float32", "shape": [2], "default": [1, 2]},
@@ -397,14 +341,14 @@ class TestJson:
         assert decoded.columns["feature.x"].tolist() == [[1, 2], [3, 4]]
         assert decoded.columns["feature.c"].tolist() == [2, 1]
 
-    def test_classes_are_given_by_name_where_they_have_names(self, make_schema: MakeSchema) -> None:
+    def test_classes_are_given_by_name_where_they_have_names(self, make_schema):
         schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": ["no", "yes"]})
         decoded = FORMATS["json"](schema).decode([b'{"x": 1, "y": "yes"}', b'{"x": 1}', b'{"x": 1, "y": "maybe"}'])
         assert decoded.columns["label"].tolist() == [1, -1]
         assert "maybe" in decoded.rejects[0].reason
 
     @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
-    def test_integers_that_do_not_fit_their_dtype_are_rejected(self, make_schema: MakeSchema, dtype: str) -> None:
+    def test_integers_that_do_not_fit_their_dtype_are_rejected(self, make_schema, dtype):
         schema = make_schema({"n": {"dtype": dtype}}, {"name": "y", "classes": 2})
         limits = np.iinfo(dtype)
         numbers = [int(limits.min), int(limits.max), int(limits.max) + 1, int(limits.min) - 1, 10**30]
@@ -412,21 +356,21 @@ class TestJson:
         assert decoded.columns["feature.n"].tolist() == [limits.min, limits.max]
         assert [reject.message for reject in decoded.rejects] == [2, 3, 4]
 
-    def test_a_negative_weight_is_rejected(self, make_schema: MakeSchema) -> None:
+    def test_a_negative_weight_is_rejected(self, make_schema):
         schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, weight={"name": "w"})
         decoded = FORMATS["json"](schema).decode([b'{"x": 1, "y": 1, "w": -0.5}', b'{"x": 1, "y": 1, "w": 0}'])
         assert decoded.message.tolist() == [1]
 
 
 class TestRows:
-    def test_many_rows_in_a_message_are_many_events(self, schema: Schema) -> None:
+    def test_many_rows_in_a_message_are_many_events(self, schema):
         message = pack_rows(schema, [{"x": [i, i, i], "y": i % 3} for i in range(4)])
         decoded = FORMATS["rows"](schema).decode([message, message[: len(message) // 2]])
         assert decoded.message.tolist() == [0, 0, 0, 0, 1, 1]
         assert decoded.row.tolist() == [0, 1, 2, 3, 0, 1]
         assert decoded.columns["label"].tolist() == [0, 1, 2, 0, 0, 1]
 
-    def test_a_message_that_is_not_whole_rows_is_rejected_whole(self, schema: Schema) -> None:
+    def test_a_message_that_is_not_whole_rows_is_rejected_whole(self, schema):
         message = pack_rows(schema, [{"x": [1, 2, 3], "y": 1}])
         decoded = FORMATS["rows"](schema).decode([message[:-1], message + b"\0", message])
         assert [(reject.message, reject.row) for reject in decoded.rejects] == [(0, WHOLE_MESSAGE), (1, WHOLE_MESSAGE)]
@@ -441,7 +385,7 @@ class TestRows:
             ({"x": [1, 2, 3], "y": -7}, "y is not in 0..2"),
         ],
     )
-    def test_bad_rows_are_left_out_of_a_good_message(self, schema: Schema, bad: dict[str, Any], reason: str) -> None:
+    def test_bad_rows_are_left_out_of_a_good_message(self, schema, bad, reason):
         good = {"x": [1, 2, 3], "y": 1}
         decoded = FORMATS["rows"](schema).decode([pack_rows(schema, [good, bad, good, bad])])
         assert decoded.row.tolist() == [0, 2]
@@ -453,12 +397,12 @@ class TestRows:
         [{"dtype": "string", "encode": {"hash": 8}}, {"dtype": "float32", "default": 0.5}],
         ids=["string", "default"],
     )
-    def test_strings_and_defaults_are_refused_at_start(self, make_schema: MakeSchema, feature: dict[str, Any]) -> None:
+    def test_strings_and_defaults_are_refused_at_start(self, make_schema, feature):
         schema = make_schema({"f": feature}, {"name": "y", "classes": 2})
         with pytest.raises(SettingsError, match=r"schema.features.f.*use \"json\""):
             FORMATS["rows"](schema)
 
-    def test_the_layout_is_packed_little_endian_in_the_order_of_the_file(self, make_schema: MakeSchema) -> None:
+    def test_the_layout_is_packed_little_endian_in_the_order_of_the_file(self, make_schema):
         schema = make_schema(
             {"b": {"dtype": "uint8"}, "a": {"dtype": "float64", "shape": [2]}},
             {"name": "y", "dtype": "int16", "classes": 9},
@@ -470,7 +414,7 @@ class TestRows:
         assert dtype.itemsize == 1 + 16 + 2 + 8 + 4
         assert all(dtype[name].base.byteorder in "<=|" for name in dtype.names)
 
-    def test_an_event_that_lacks_a_field_cannot_be_packed(self, schema: Schema) -> None:
+    def test_an_event_that_lacks_a_field_cannot_be_packed(self, schema):
         with pytest.raises(SettingsError, match="event 1: x = None"):
             pack_rows(schema, [{"x": [1, 2, 3], "y": 1}, {"y": 1}])
 
@@ -504,7 +448,7 @@ ARROW_TYPES = {
 NUMBERS = st.floats(0, 1e9, width=32)
 
 
-def mostly(good: Any, *others: Any) -> Any:
+def mostly(good, *others):
     return st.one_of(*[good] * 12, *others)
 
 
@@ -530,7 +474,7 @@ EVENTS = st.fixed_dictionaries(
 
 class TestArrow:
     @pytest.fixture
-    def words(self, make_schema: MakeSchema) -> Schema:
+    def words(self, make_schema):
         """Strings in each column that may have some."""
         return make_schema(
             {
@@ -541,10 +485,10 @@ class TestArrow:
             key={"name": "k"},
         )
 
-    def decode(self, schema: Schema, *batches: dict[str, Any]) -> Decoded:
+    def decode(self, schema, *batches):
         return FORMATS["arrow"](schema).decode([arrow_stream(pa.record_batch(batch)) for batch in batches])
 
-    def test_rows_and_batches_of_a_message_are_counted_through(self, schema: Schema) -> None:
+    def test_rows_and_batches_of_a_message_are_counted_through(self, schema):
         batch = pa.RecordBatch.from_pylist([{"x": [i, i, i], "y": i} for i in range(3)])
         one = pa.RecordBatch.from_pylist([{"y": 0, "x": [1.5, 2, 3]}])
         decoded = FORMATS["arrow"](schema).decode([arrow_stream(batch, batch), arrow_stream(one), arrow_stream(batch)])
@@ -564,7 +508,7 @@ class TestArrow:
         ],
         ids=str,
     )
-    def test_a_shape_is_nested_lists_or_one_flat_list(self, make_schema: MakeSchema, kind: Any) -> None:
+    def test_a_shape_is_nested_lists_or_one_flat_list(self, make_schema, kind):
         schema = make_schema({"x": {"dtype": "float32", "shape": [2, 3]}}, {"name": "y", "classes": 3})
         rows = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
         nested = pa.types.is_nested(kind.value_type)
@@ -576,7 +520,7 @@ class TestArrow:
         assert decoded.columns["feature.x"].reshape(2, 6).tolist() == [rows[1], rows[0]]
 
     @pytest.mark.parametrize("text", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
-    def test_strings_are_encoded_at_any_depth(self, words: Schema, text: Any) -> None:
+    def test_strings_are_encoded_at_any_depth(self, words, text):
         batch = {
             "c": pa.array(["b", "?", None, "a"], text),
             "d": pa.array([["a", "b"], None, ["a", "a"], ["?", "a"]], pa.list_(text)),
@@ -596,7 +540,7 @@ class TestArrow:
         by_json = FORMATS["json"](words).decode([b'{"c": "b", "k": 7}'])
         assert decoded.columns["key_hash"][0] == by_json.columns["key_hash"][0]
 
-    def test_dictionaries_of_many_messages_may_differ(self, make_schema: MakeSchema) -> None:
+    def test_dictionaries_of_many_messages_may_differ(self, make_schema):
         schema = make_schema({"c": {"dtype": "string", "encode": {"hash": 2**31}}}, {"name": "y", "classes": 2})
         texts = [[f"{i}-{j}" for j in range(3)] for i in range(200)]
         small = pa.dictionary(pa.int8(), pa.string())
@@ -605,13 +549,13 @@ class TestArrow:
         assert len(decoded.message) == 600
         assert decoded.columns["feature.c"].tolist() == plain.columns["feature.c"].tolist()
 
-    def test_a_null_within_a_dictionary_is_a_null(self, words: Schema) -> None:
+    def test_a_null_within_a_dictionary_is_a_null(self, words):
         coded = pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.int8()), pa.array(["a", None]))
         decoded = self.decode(words, {"c": coded, "k": [1, 2, 3]})
         assert decoded.row.tolist() == [0]
         assert [reject.reason for reject in decoded.rejects] == ["c is null"] * 2
 
-    def test_a_null_word_is_a_missing_label_or_the_default_where_there_is_no_null_index(self, words: Schema) -> None:
+    def test_a_null_word_is_a_missing_label_or_the_default_where_there_is_no_null_index(self, words):
         coded = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), pa.array(["a", None]))
         yes = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), pa.array([None, "yes"]))
         decoded = self.decode(words, {"c": ["a", "b"], "k": [1, 2], "y": yes})
@@ -621,13 +565,13 @@ class TestArrow:
     @pytest.mark.parametrize(
         "absent", [None, pa.nulls(2), pa.array([None, None], pa.int64())], ids=["no", "null", "int64"]
     )
-    def test_a_label_without_values_is_not_labelled(self, schema: Schema, absent: Any) -> None:
+    def test_a_label_without_values_is_not_labelled(self, schema, absent):
         batch = {"x": [[1, 2, 3]] * 2} | ({} if absent is None else {"y": absent})
         decoded = self.decode(schema, batch)
         assert decoded.columns["labelled"].tolist() == [False, False]
         assert decoded.columns["label"].tolist() == [-1, -1]
 
-    def test_a_null_takes_the_default_where_there_is_one(self, make_schema: MakeSchema) -> None:
+    def test_a_null_takes_the_default_where_there_is_one(self, make_schema):
         schema = make_schema(
             {"x": {"dtype": "float32", "shape": [2], "default": [1, 2]}, "n": {"dtype": "int8", "default": 7}},
             {"name": "y", "classes": 2},
@@ -654,7 +598,7 @@ class TestArrow:
             ([1, 2, 3], -1, "y is not in 0..2"),
         ],
     )
-    def test_bad_rows_are_left_out_of_a_good_message(self, schema: Schema, x: Any, y: int, reason: str) -> None:
+    def test_bad_rows_are_left_out_of_a_good_message(self, schema, x, y, reason):
         kind = pa.list_(pa.float64())
         batch = {"x": pa.array([[1, 2, 3], x, [4, 5, 6], x], kind), "y": [1, y, 2, y]}
         decoded = self.decode(schema, batch)
@@ -675,18 +619,18 @@ class TestArrow:
             ({"x": pa.array([], pa.list_(pa.float32(), 3))}, "it holds no event"),
         ],
     )
-    def test_a_message_of_other_types_is_rejected_whole(self, schema: Schema, batch: Any, reason: str) -> None:
+    def test_a_message_of_other_types_is_rejected_whole(self, schema, batch, reason):
         (reject,) = self.decode(schema, batch).rejects
         assert (reject.message, reject.row) == (0, WHOLE_MESSAGE)
         assert reason in reject.reason
 
-    def test_two_columns_of_one_name_are_rejected(self, schema: Schema) -> None:
+    def test_two_columns_of_one_name_are_rejected(self, schema):
         batch = pa.record_batch([pa.array([[1.0, 2.0, 3.0]]), pa.array([1]), pa.array([2])], names=["x", "y", "y"])
         (reject,) = FORMATS["arrow"](schema).decode([arrow_stream(batch)]).rejects
         assert reject.reason == "two columns are named y"
 
     @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
-    def test_integers_of_any_width_are_taken_where_they_fit(self, make_schema: MakeSchema, dtype: str) -> None:
+    def test_integers_of_any_width_are_taken_where_they_fit(self, make_schema, dtype):
         schema = make_schema({"n": {"dtype": dtype}}, {"name": "y", "classes": 2})
         limits = np.iinfo(dtype)
         numbers = [int(limits.min), int(limits.max), int(limits.max) + 1, int(limits.min) - 1]
@@ -699,7 +643,7 @@ class TestArrow:
             assert {reject.reason for reject in decoded.rejects} <= {f"n does not fit {dtype}"}
 
     @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
-    def test_a_time_is_a_timestamp_of_any_unit_or_seconds(self, make_schema: MakeSchema, unit: str) -> None:
+    def test_a_time_is_a_timestamp_of_any_unit_or_seconds(self, make_schema, unit):
         schema = make_schema(
             {"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, time={"name": "t"}, weight={"name": "w"}
         )
@@ -713,25 +657,25 @@ class TestArrow:
         decoded = self.decode(schema, {"x": [1, 1], "t": [1_700_000_000, 5], "w": pa.array([1, 2], pa.uint8())})
         assert decoded.columns["time"].tolist() == [1.7e9, 5]
 
-    def test_unknown_columns_are_ignored_and_counted(self, schema: Schema) -> None:
+    def test_unknown_columns_are_ignored_and_counted(self, schema):
         known = {"x": [[1, 2, 3]], "y": [1]}
         decoded = self.decode(schema, {**known, "z": [{"deep": [1]}]}, known, {"z": ["?"], **known})
         assert decoded.unknown_fields == 2
         assert decoded.message.tolist() == [0, 1, 2]
 
-    def test_events_after_the_end_of_the_stream_are_not_passed_over(self, schema: Schema) -> None:
+    def test_events_after_the_end_of_the_stream_are_not_passed_over(self, schema):
         stream = arrow_stream(pa.record_batch({"x": [[1, 2, 3]], "y": [1]}))
         decoded = FORMATS["arrow"](schema).decode([stream + stream, stream])
         assert decoded.message.tolist() == [1]
         assert "bytes follow the end" in decoded.rejects[0].reason
 
     @pytest.mark.parametrize("codec", ["lz4", "zstd"])
-    def test_compressed_batches_are_read(self, schema: Schema, codec: str) -> None:
+    def test_compressed_batches_are_read(self, schema, codec):
         batch = pa.RecordBatch.from_pylist([{"x": [i, 0, 0], "y": i % 3} for i in range(500)])
         decoded = FORMATS["arrow"](schema).decode([arrow_stream(batch, compression=codec)])
         assert decoded.columns["feature.x"][:, 0].tolist() == list(range(500))
 
-    def test_a_message_that_would_take_much_memory_is_refused(self, make_schema: MakeSchema) -> None:
+    def test_a_message_that_would_take_much_memory_is_refused(self, make_schema):
         schema = make_schema({"n": {"dtype": "int64", "default": 0}}, {"name": "y", "classes": 2})
         zeros = pa.record_batch({"n": np.zeros(1_000_000, np.int64)})
         nulls = pa.record_batch({"n": pa.nulls(1_000_000)})
@@ -744,7 +688,7 @@ class TestArrow:
         assert all("send it uncompressed" in reject.reason for reject in decoded.rejects)
         assert pa.total_allocated_bytes() - before < 1_000_000
 
-    def test_deltas_and_very_many_batches_are_refused(self, words: Schema) -> None:
+    def test_deltas_and_very_many_batches_are_refused(self, words):
         first, second = ({"c": pa.array(texts).dictionary_encode(), "k": [1, 2]} for texts in (["a", "b"], ["a", "c"]))
         longer = pa.array(["a", "b"]).dictionary_encode(), pa.array(["a", "b", "c"]).dictionary_encode()
         deltas = [pa.record_batch({"c": coded, "k": [1] * len(coded)}) for coded in longer]
@@ -761,7 +705,7 @@ class TestArrow:
         assert decoded.columns["feature.c"].tolist() == [1, 2, 1, 0]
 
     @pytest.mark.parametrize("kind", ["file", "bare batch", "legacy", "v4", "tensor"])
-    def test_other_arrow_bytes_are_refused_with_a_reason(self, schema: Schema, kind: str) -> None:
+    def test_other_arrow_bytes_are_refused_with_a_reason(self, schema, kind):
         batch = pa.RecordBatch.from_pylist([{"x": [1, 2, 3], "y": 1}])
         sink = pa.BufferOutputStream()
         if kind == "file":
@@ -782,7 +726,7 @@ class TestArrow:
 
     @settings(max_examples=300)
     @given(st.data())
-    def test_a_damaged_message_is_events_or_a_reject_and_never_an_error(self, data: st.DataObject) -> None:
+    def test_a_damaged_message_is_events_or_a_reject_and_never_an_error(self, data):
         value = bytearray(data.draw(st.sampled_from(DAMAGEABLE)))
         for _ in range(data.draw(st.integers(1, 4))):
             index = data.draw(st.integers(0, len(value) - 1))
@@ -795,9 +739,7 @@ class TestArrow:
 
     @settings(max_examples=200)
     @given(st.lists(EVENTS, min_size=1, max_size=6), st.integers(0, 2), st.booleans())
-    def test_it_makes_of_events_what_json_makes_of_them(
-        self, events: list[dict[str, Any]], before: int, coded: bool
-    ) -> None:
+    def test_it_makes_of_events_what_json_makes_of_them(self, events, before, coded):
         """All in one message, as a slice of a longer batch, with words as they are or as dictionaries."""
         rows = [events[0]] * before + events
         arrays = {name: pa.array([event[name] for event in rows], kind) for name, kind in ARROW_TYPES.items()}
@@ -811,11 +753,11 @@ class TestArrow:
             assert decoded.columns[name].dtype == column.dtype
             assert decoded.columns[name].tolist() == column.tolist(), name
 
-    def test_without_pyarrow_the_extra_is_named(self, schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(sys.modules, "ingest.formats.arrow", raising=False)
+    def test_without_pyarrow_the_extra_is_named(self, monkeypatch):
+        monkeypatch.delitem(sys.modules, "anabranch.ingest.formats.arrow", raising=False)
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         with pytest.raises(SettingsError, match=r"pip install 'anabranch\[arrow\]'"):
-            FORMATS["arrow"](schema)
+            format_class("arrow")
 
 
 DAMAGED = Schema(
@@ -833,7 +775,7 @@ DAMAGED = Schema(
 )
 
 
-def damageable() -> Iterator[bytes]:
+def damageable():
     """Small messages of every kind of column."""
     batch = pa.record_batch(
         {

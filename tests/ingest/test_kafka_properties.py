@@ -3,7 +3,6 @@
 import logging
 import re
 import sys
-from typing import Any
 
 import confluent_kafka
 import pytest
@@ -11,10 +10,10 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from pydantic import ValidationError
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
-from ingest.kafka.kafka_python.connection import client_options
-from ingest.kafka.registry import CLIENTS
-from ingest.kafka_properties import OF_OTHERS, PROPERTIES, REFUSED
+from anabranch.ingest.kafka.kafka_python.connection import client_options
+from anabranch.ingest.kafka.registry import CLIENTS
+from anabranch.ingest.settings.kafka_properties import OF_OTHERS, PROPERTIES, REFUSED
+from anabranch.ingest.settings.stream import StreamSettings
 
 SAMPLE = {"string": "sample", "whole number": "4000", "true or false": "true"}
 SPECIAL = {
@@ -30,17 +29,17 @@ SPECIAL = {
 }
 
 
-def settings(client: str = "kafka-python", **properties: Any) -> StreamSettings:
+def settings(client="kafka-python", **properties):
     named = {name.replace("__", "."): value for name, value in properties.items()}
     return StreamSettings.model_validate({"topics": ["events"], "client": client, "properties": named})
 
 
-def sample(name: str) -> str:
+def sample(name):
     return SPECIAL.get(name, SAMPLE[PROPERTIES[name].kind])
 
 
 @pytest.mark.parametrize("name", sorted(PROPERTIES))
-def test_librdkafka_accepts_every_name(name: str) -> None:
+def test_librdkafka_accepts_every_name(name):
     message = ""
     try:
         confluent_kafka.Consumer({"group.id": "g", name: sample(name)}, logger=logging.getLogger("unheard")).close()
@@ -50,7 +49,7 @@ def test_librdkafka_accepts_every_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, known in PROPERTIES.items() if known.kafka_python))
-def test_kafka_python_gets_its_own_option(name: str) -> None:
+def test_kafka_python_gets_its_own_option(name):
     option = PROPERTIES[name].kafka_python
     stream = settings(**{name: sample(name)})
     assert option in KafkaConsumer.DEFAULT_CONFIG
@@ -59,7 +58,7 @@ def test_kafka_python_gets_its_own_option(name: str) -> None:
         assert client_options(kind, stream).keys() <= kind.DEFAULT_CONFIG.keys()
 
 
-def test_values_are_converted_for_kafka_python() -> None:
+def test_values_are_converted_for_kafka_python():
     stream = settings(
         **{
             "security.protocol": "sasl_ssl",
@@ -78,14 +77,14 @@ def test_values_are_converted_for_kafka_python() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_name_that_would_break_a_promise_is_refused(name: str) -> None:
+def test_a_name_that_would_break_a_promise_is_refused(name):
     with pytest.raises(ValidationError, match="is not taken here: "):
         settings(**{name: "x"})
     assert name not in PROPERTIES
 
 
 @pytest.mark.parametrize("name", sorted(name for name, known in PROPERTIES.items() if not known.kafka_python))
-def test_a_property_that_kafka_python_does_not_support_is_named(name: str) -> None:
+def test_a_property_that_kafka_python_does_not_support_is_named(name):
     with pytest.raises(ValidationError, match=f'kafka-python cannot do {re.escape(name)}; set stream.client = "conf'):
         settings(**{name: sample(name)})
     stream = settings("confluent", **{name: sample(name)})
@@ -93,38 +92,38 @@ def test_a_property_that_kafka_python_does_not_support_is_named(name: str) -> No
         client_options(KafkaProducer, stream)
 
 
-def test_bearer_tokens_need_the_other_client() -> None:
+def test_bearer_tokens_need_the_other_client():
     with pytest.raises(ValidationError, match=r"kafka-python cannot do sasl\.mechanism = OAUTHBEARER"):
         settings(sasl__mechanism="oauthbearer")
 
 
-def test_an_unknown_name_names_the_nearest() -> None:
+def test_an_unknown_name_names_the_nearest():
     with pytest.raises(ValidationError, match=r"unknown property; the nearest known one is 'sasl\.password'"):
         settings(sasl__pasword="x")
 
 
 @pytest.mark.parametrize(("name", "kind"), [("fetch.min.bytes", "a whole number"), ("check.crcs", "true or false")])
-def test_a_value_of_the_wrong_kind_is_named_and_not_shown(name: str, kind: str) -> None:
+def test_a_value_of_the_wrong_kind_is_named_and_not_shown(name, kind):
     with pytest.raises(ValidationError, match=f"{re.escape(name)} is not {kind}"):
         settings(**{name: "x"})
 
 
-def test_what_librdkafka_makes_of_a_secret_stays_secret() -> None:
+def test_what_librdkafka_makes_of_a_secret_stays_secret():
     client = CLIENTS["confluent"](settings("confluent", security__protocol="hush").resolved("test"))
     with pytest.raises(SettingsError, match=r"invalid stream\.properties") as caught:
         client.open()
     assert "hush" not in str(caught.value)
 
 
-def test_without_confluent_kafka_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "ingest.kafka.confluent.client", raising=False)
+def test_without_confluent_kafka_the_extra_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "anabranch.ingest.kafka.confluent.client", raising=False)
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
     with pytest.raises(SettingsError, match=r"pip install 'anabranch\[fast\]'"):
         CLIENTS["confluent"](settings("confluent"))
 
 
 @pytest.mark.parametrize("name", sorted(OF_OTHERS))
-def test_a_name_of_java_says_what_has_its_meaning_here(name: str) -> None:
+def test_a_name_of_java_says_what_has_its_meaning_here(name):
     with pytest.raises(ValidationError, match="is a name of Java's client: ") as raised:
         settings("confluent", **{name: "hush"})
     assert "hush" not in str(raised.value.errors()[0]["msg"])
@@ -136,20 +135,20 @@ def test_a_name_of_java_says_what_has_its_meaning_here(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mine"), [("security_protocol", "security.protocol"), ("sasl_plain_username", "sasl.username")]
 )
-def test_a_name_of_kafka_python_says_what_has_its_meaning_here(name: str, mine: str) -> None:
+def test_a_name_of_kafka_python_says_what_has_its_meaning_here(name, mine):
     with pytest.raises(ValidationError, match=f"is a name of kafka-python: use '{re.escape(mine)}', in quotes"):
         StreamSettings.model_validate({"topics": ["events"], "properties": {name: "x"}})
 
 
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])
-def test_a_mechanism_that_no_client_has_is_refused_by_the_settings(client: str) -> None:
+def test_a_mechanism_that_no_client_has_is_refused_by_the_settings(client):
     with pytest.raises(ValidationError, match=r"none of PLAIN, .*; AWS_MSK_IAM is of Java's client alone"):
         settings(client, sasl__mechanism="AWS_MSK_IAM")
     with pytest.raises(ValidationError, match=r"sasl\.mechanisms is none of PLAIN"):
         settings(client, sasl__mechanisms="hush")
 
 
-def test_advice_does_not_name_a_client_that_is_set() -> None:
+def test_advice_does_not_name_a_client_that_is_set():
     stream = settings("confluent", sasl__mechanism="OAUTHBEARER")
     with pytest.raises(SettingsError, match=r"sasl.mechanism = OAUTHBEARER; the pipeline itself reads with"):
         client_options(KafkaProducer, stream)

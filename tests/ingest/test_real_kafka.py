@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from confluent_kafka import Producer
@@ -16,9 +14,9 @@ from confluent_kafka.admin import (
 )
 from kafka import KafkaProducer
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import CredentialsError
-from ingest.reader.reader import BlockReader
+from anabranch.ingest.errors import CredentialsError
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 
 pytestmark = pytest.mark.slow
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
@@ -27,7 +25,7 @@ Messages = list[tuple[bytes | None, bytes | None, list[tuple[str, bytes]]]]
 """Key, value and headers of each."""
 
 
-def read(stream: dict[str, Any], until: int) -> tuple[list[int], int]:
+def read(stream, until):
     """Return the offsets of the events up to an offset, and how many offsets were none."""
     source = BlockReader(StreamSettings.model_validate(stream).resolved("test"), SCHEMA, HoldOut(fraction=0, seed=0))
     seen: list[int] = []
@@ -51,8 +49,8 @@ def read(stream: dict[str, Any], until: int) -> tuple[list[int], int]:
     [("read_committed", [0, 1, 6, 7], 5), ("read_uncommitted", [0, 1, 3, 4, 6, 7], 3)],
 )
 def test_aborted_records_are_gaps_or_events_as_the_isolation_level_says(
-    kafka: Any, make_topic: Callable[..., str], client: str, level: str, offsets: list[int], gaps: int
-) -> None:
+    kafka, make_topic, client, level, offsets, gaps
+):
     if kafka.kind == "embedded":
         pytest.skip("the embedded broker has no transactions")
     topic = make_topic()
@@ -68,7 +66,7 @@ def test_aborted_records_are_gaps_or_events_as_the_isolation_level_says(
     assert read(stream, 9) == (offsets, gaps)
 
 
-def _by_kafka_python(bootstrap: str, topic: str, messages: Messages) -> None:
+def _by_kafka_python(bootstrap, topic, messages):
     producer = KafkaProducer(bootstrap_servers=bootstrap, enable_idempotence=True, acks="all")
     with contextlib.closing(producer):
         sent = [
@@ -79,7 +77,7 @@ def _by_kafka_python(bootstrap: str, topic: str, messages: Messages) -> None:
             future.get(60)
 
 
-def _by_confluent(bootstrap: str, topic: str, messages: Messages) -> None:
+def _by_confluent(bootstrap, topic, messages):
     producer = Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, "message.max.bytes": 1_048_588})
     for key, value, headers in messages:
         producer.produce(topic, value, key, headers=headers)
@@ -89,8 +87,8 @@ def _by_confluent(bootstrap: str, topic: str, messages: Messages) -> None:
 @pytest.mark.parametrize("client", ["confluent", "kafka-python"])
 @pytest.mark.parametrize("send", [_by_kafka_python, _by_confluent], ids=["of kafka-python", "of confluent"])
 def test_all_that_an_idempotent_producer_writes_comes_once_and_what_has_no_value_is_a_dead_letter(
-    kafka: Any, make_topic: Callable[..., str], consume_all: Callable[..., list[Any]], client: str, send: Any
-) -> None:
+    kafka, make_topic, consume_all, client, send
+):
     """With keys and without, empty ones, with headers, some of one name, and one as large as Kafka takes."""
     topic, traced = make_topic(), [("trace", b"1"), ("trace", b"2"), ("empty", b"")]
     largest = GOOD + b" " * (1_000_000 - len(GOOD))
@@ -112,9 +110,7 @@ def test_all_that_an_idempotent_producer_writes_comes_once_and_what_has_no_value
 
 
 @pytest.mark.parametrize("client", ["confluent", "kafka-python"])
-def test_events_come_over_scram_and_tls_and_a_wrong_password_is_named(
-    guarded_kafka: Any, create_topic: Callable[..., None], produce: Callable[..., list[int]], client: str
-) -> None:
+def test_events_come_over_scram_and_tls_and_a_wrong_password_is_named(guarded_kafka, create_topic, produce, client):
     create_topic(guarded_kafka.plain, "events")
     create_topic(guarded_kafka.plain, "events.dead")
     produce(guarded_kafka.plain, "events", [GOOD] * 3)

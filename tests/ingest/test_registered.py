@@ -3,7 +3,6 @@
 import io
 import json
 import uuid
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import fastavro
@@ -13,14 +12,12 @@ from confluent_kafka import schema_registry as confluent
 from confluent_kafka.schema_registry.avro import AvroSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.events.encoders import hash_texts
-from ingest.events.schema import Schema
-from ingest.formats.avro_records import columns as avro_columns
-from ingest.formats.base import Decoded, Format
-from ingest.formats.registry import make_format
-from ingest.schema_registry.cache import writer_schemas
-from tests.support.registry_server import Registry
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.avro_records import columns as avro_columns
+from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.schema_registry.cache import writer_schemas
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
 
 SUBJECT = "payments-value"
 SCHEMA = Schema(
@@ -102,13 +99,11 @@ ID_SOURCES = ("number in the value", "guid in the value", "guid in a header")
 class Producer:
     """confluent-kafka's serializers, with its registry in memory; its schemas are copied to the test's registry."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry):
         self._client = confluent.SchemaRegistryClient.new_client({"url": "mock://"})
         self._registry = registry
 
-    def message(
-        self, changes: Changes, values: Changes, id_source: str = ID_SOURCES[0]
-    ) -> tuple[bytes, list[tuple[str, bytes]]]:
+    def message(self, changes, values, id_source=ID_SOURCES[0]):
         """Return value and headers of the event, written with the changed types."""
         text = json.dumps(record(TYPES | changes))
         in_header = id_source == "guid in a header"
@@ -125,13 +120,13 @@ class Producer:
         return value, headers
 
 
-def record(types: Mapping[str, Any]) -> dict[str, Any]:
+def record(types):
     fields = [{"name": name, "type": kind} for name, kind in types.items() if kind is not None]
     return {"type": "record", "name": "Payment", "namespace": "shop.events", "fields": fields}
 
 
 @pytest.fixture(params=["columns", "rows"])
-def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def decoder(request, monkeypatch):
     """Which decoder is used: pyruhvro's, or fastavro's as without pyruhvro."""
     if request.param == "rows":
         monkeypatch.setattr(avro_columns, "suits_columns", lambda reading: False)
@@ -139,11 +134,11 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def make(registry: Registry) -> Iterator[Any]:
+def make(registry):
     """`make(**settings)` makes the format of a stream with the registry."""
     made = []
 
-    def make_avro(schema: Schema = SCHEMA, kind: str = "avro", **settings: Any) -> Format:
+    def make_avro(schema=SCHEMA, kind="avro", **settings):
         stream = {"topics": ["payments"], "format": kind, "registry": {"url": registry.url, **settings}}
         schemas = writer_schemas(StreamSettings.model_validate(stream).resolved("test"))
         made.append(schemas)
@@ -154,7 +149,7 @@ def make(registry: Registry) -> Iterator[Any]:
         schemas.close()
 
 
-def read(decoded: Decoded, row: int = 0) -> dict[str, Any]:
+def read(decoded, row=0):
     """Return an event, with the names of `READ`."""
     columns = {name.removeprefix("feature."): column[row].tolist() for name, column in decoded.columns.items()}
     assert columns["time"] == pytest.approx(1_700_000_000.5, abs=1e-6)
@@ -191,7 +186,7 @@ def test_versions_may_be_mixed_and_the_order_is_that_of_the_messages(registry, m
 class TestRenamedFields:
     """The subject's newest schema has aliases, by which its fields were named before."""
 
-    def messages(self, registry: Registry, **aliases: str) -> list[bytes]:
+    def messages(self, registry, **aliases):
         """Return a message of the fields' old names, and one of the newest schema, which has the aliases."""
         old = {aliases.get(name, name): kind for name, kind in TYPES.items()}
         values: list[bytes] = []
@@ -239,7 +234,7 @@ class TestRenamedFields:
 
 class TestBadMessages:
     @pytest.fixture
-    def good(self, registry: Registry) -> bytes:
+    def good(self, registry):
         return Producer(registry).message({}, {})[0]
 
     @pytest.mark.parametrize(
@@ -260,7 +255,7 @@ class TestBadMessages:
         ],
     )
     def test_are_rejected_alone_with_a_reason(self, registry, make, decoder, good, spoil, reason, monkeypatch):
-        monkeypatch.setattr("ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
+        monkeypatch.setattr("anabranch.ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
         decoded = make().decode([good, spoil(good), good])
         (reject,) = decoded.rejects
         assert reject.message == 1
@@ -407,7 +402,7 @@ def test_a_label_of_several_classes_is_an_array(registry, make, make_schema, dec
     types = {"x": FLOATS, "topics": ["null", {"type": "array", "items": "string"}]}
     number = registry.register(SUBJECT, record(types))
 
-    def message(event: dict[str, Any]) -> bytes:
+    def message(event):
         sink = io.BytesIO()
         fastavro.schemaless_writer(sink, fastavro.parse_schema(record(types)), event)
         return b"\0" + number.to_bytes(4) + sink.getvalue()

@@ -3,43 +3,38 @@
 import contextlib
 import io
 from collections import defaultdict
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import fastavro
 import pytest
 from confluent_kafka import Producer
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import Outcome
-from ingest.reader.reader import BlockReader
-from tests.support.registry_server import Registry
+from anabranch.ingest.events.block import Outcome
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
 
 
-def avro_record(kind: str) -> dict[str, Any]:
+def avro_record(kind):
     fields = [{"name": "x", "type": kind}, {"name": "y", "type": "int"}]
     return {"type": "record", "name": "Event", "fields": fields}
 
 
-def message(number: int, kind: str, x: float) -> bytes:
+def message(number, kind, x):
     sink = io.BytesIO()
     fastavro.schemaless_writer(sink, fastavro.parse_schema(avro_record(kind)), {"x": x, "y": 1})
     return b"\0" + number.to_bytes(4) + sink.getvalue()
 
 
 @pytest.mark.parametrize("client", ["confluent", "kafka-python"])
-def test_an_outage_loses_nothing_and_each_partition_keeps_its_order(
-    kafka: Any, make_topic: Callable[..., str], registry: Registry, client: str
-) -> None:
+def test_an_outage_loses_nothing_and_each_partition_keeps_its_order(kafka, make_topic, registry, client):
     topic = make_topic(partitions=2)
     registry.token = "t0ken"
     known = registry.register(f"{topic}-value", avro_record("double"))
     producer = Producer({"bootstrap.servers": kafka.bootstrap})
 
-    def send(partition: int, number: int, kind: str, *values: float) -> None:
+    def send(partition, number, kind, *values):
         for x in values:
             producer.produce(topic, message(number, kind, x), partition=partition)
         assert producer.flush(60) == 0
@@ -50,7 +45,7 @@ def test_an_outage_loses_nothing_and_each_partition_keeps_its_order(
     read: dict[int, list[float]] = defaultdict(list)
     outcomes: set[int] = set()
 
-    def read_until(done: Callable[[], bool]) -> None:
+    def read_until(done):
         for _ in range(600):
             block = source.poll(timedelta(seconds=0.1))
             if block is not None:

@@ -1,24 +1,23 @@
 """The section `[stream.registry]`."""
 
 import sys
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from pydantic import ValidationError
 
+from anabranch.command import ConfigFile
 from anabranch.commands.config import resolved_config
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.events.schema import Schema
-from ingest.formats.avro import make_decoder
-from ingest.formats.avro_records.rows import AvroRowsDecoder
-from ingest.formats.registry import make_format
-from ingest.schema_registry.cache import writer_schemas
-from ingest.schema_registry.writer_schema import WriterSchema
-from ingest.transport.protocol import revealed
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.avro import make_decoder
+from anabranch.ingest.formats.avro_records.rows import AvroRowsDecoder
+from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.schema_registry.cache import writer_schemas
+from anabranch.ingest.schema_registry.writer_schema import WriterSchema
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.ingest.transport.protocol import revealed
 
 SCHEMA = Schema(
     SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}})
@@ -41,12 +40,12 @@ factory = "my_model:build"
 """
 
 
-def stream_of(kind: str = "avro", **registry: Any) -> StreamSettings:
+def stream_of(kind="avro", **registry):
     settings = {"topics": ["payments"], "format": kind, "registry": {"url": URL, **registry}}
     return StreamSettings.model_validate(settings)
 
 
-def load(folder: Path, registry: str, environment: dict[str, str] | None = None) -> Any:
+def load(folder, registry, environment=None):
     (folder / "pipeline.toml").write_text(PIPELINE.format(registry=registry))
     return load_config(folder / "pipeline.toml", environment or {})
 
@@ -103,7 +102,7 @@ def test_secrets_reach_the_ingest_process_and_nothing_else(tmp_path):
     assert passed.registry.password is not None
     assert (passed.registry.user, passed.registry.password.get_secret_value()) == ("reader", "sesame")
     load(tmp_path, f'url = "{URL}"\ntoken = "sesame"')
-    assert "sesame" not in str(resolved_config(tmp_path / "pipeline.toml"))
+    assert "sesame" not in str(resolved_config(ConfigFile(tmp_path / "pipeline.toml", ())))
 
 
 def test_a_variable_overrides_each_key(tmp_path):
@@ -114,18 +113,18 @@ def test_a_variable_overrides_each_key(tmp_path):
 
 class TestPackagesThatAreMissing:
     def test_the_client(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "ingest.schema_registry.client", None)
-        with pytest.raises(SettingsError, match=r"stream.registry needs httpx: pip install 'anabranch\[registry\]'"):
+        monkeypatch.setitem(sys.modules, "anabranch.ingest.schema_registry.client", None)
+        with pytest.raises(SettingsError, match=r"stream.registry needs requests: pip install 'anabranch\[registry\]'"):
             writer_schemas(stream_of())
 
     @pytest.mark.parametrize("kind", ["avro", "protobuf", "json-schema"])
     def test_a_format(self, monkeypatch, kind):
-        monkeypatch.setitem(sys.modules, f"ingest.formats.{kind.replace('-', '_')}", None)
+        monkeypatch.setitem(sys.modules, f"anabranch.ingest.formats.{kind.replace('-', '_')}", None)
         stream = stream_of(kind).resolved("test")
         with pytest.raises(SettingsError, match=rf'stream.format = "{kind}" needs a package: pip install'):
             make_format(stream, SCHEMA, writer_schemas(stream))
 
     def test_the_fast_decoder_is_done_without(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "ingest.formats.avro_records.columns", None)
+        monkeypatch.setitem(sys.modules, "anabranch.ingest.formats.avro_records.columns", None)
         text = '{"type": "record", "name": "E", "fields": [{"name": "x", "type": "double"}]}'
         assert isinstance(make_decoder(WriterSchema(1, "avro", text), SCHEMA), AvroRowsDecoder)

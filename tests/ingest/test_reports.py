@@ -7,14 +7,14 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import BlockLayout, Coverage
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.reader.ingest_process import IngestProcess
-from ingest.reader.reader import BlockReader
-from ingest.transport.protocol import BlockReady, LagReport, PartitionsOpened, SkippedToEnd, send
-from ingest.transport.shared_ring import SharedRing
+from anabranch.ingest.events.block import BlockLayout, Coverage
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.reader.ingest_process import IngestProcess
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.transport.protocol import BlockReady, LagReport, PartitionsOpened, SkippedToEnd, send
+from anabranch.ingest.transport.shared_ring import SharedRing
 
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
 STREAM = StreamSettings.model_validate({"topics": ["events"], "buffer_bytes": 1_000_000})
@@ -27,7 +27,7 @@ class FakeProcess(IngestProcess):
 
     there: Connection
 
-    def start(self) -> None:
+    def start(self):
         ours, theirs = socket.socketpair()
         self.there = Connection(theirs.detach())
         self.connect(Connection(ours.detach()), SharedRing(BlockLayout(Schema(SCHEMA)), 1_000_000))

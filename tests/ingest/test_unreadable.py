@@ -4,21 +4,19 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from confluent_kafka import KafkaError, Message
 from kafka import KafkaProducer
 
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Client, Messages
-from ingest.kafka.confluent.client import ConfluentClient
-from ingest.kafka.registry import CLIENTS
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.kafka.confluent.client import ConfluentClient
+from anabranch.ingest.kafka.registry import CLIENTS
+from anabranch.ingest.settings.stream import StreamSettings
 from tests.faults.proxy import Proxy
 from tests.support.waiting import slowness
 
@@ -33,19 +31,19 @@ class NotUtf8(str):
 
     __slots__ = ()
 
-    def encode(self, *_: Any) -> bytes:
+    def encode(self, *_):
         return b"bad\xff"
 
 
 @contextlib.contextmanager
-def producing(kafka: Any, **options: Any) -> Iterator[Any]:
+def producing(kafka, **options):
     options = {"bootstrap_servers": kafka.bootstrap, "acks": "all", "enable_idempotence": False, **options}
     with contextlib.closing(KafkaProducer(**options)) as producer:
         yield producer
         producer.flush(60)
 
 
-def one_batch(kafka: Any, topic: str, codec: str, values: list[bytes]) -> None:
+def one_batch(kafka, topic, codec, values):
     sizes = {"max_request_size": 200_000_000, "batch_size": 200_000_000}
     with producing(kafka, compression_type=codec, linger_ms=5_000, **sizes) as producer:
         sent = [producer.send(topic, value) for value in values]
@@ -54,7 +52,7 @@ def one_batch(kafka: Any, topic: str, codec: str, values: list[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def reading(bootstrap: str, topic: str, client: str, begin: int = 0, **stream: Any) -> Iterator[Client]:
+def reading(bootstrap, topic, client, begin=0, **stream):
     named = {"bootstrap_servers": bootstrap, "topics": [topic], "client": client, **stream}
     with contextlib.closing(CLIENTS[client](StreamSettings.model_validate(named).resolved("test"))) as reader:
         reader.open()
@@ -62,7 +60,7 @@ def reading(bootstrap: str, topic: str, client: str, begin: int = 0, **stream: A
         yield reader
 
 
-def read(reader: Client, end: int, limit: int = 1000) -> list[tuple[int, bytes | None, str | None]]:
+def read(reader, end, limit=1000):
     """Return offset, value and fault of each message up to an offset."""
     found: list[tuple[int, bytes | None, str | None]] = []
     deadline, polled = time.monotonic() + 60 * slowness(), Messages(TopicPartition("", 0), [], [], [], [], [], 0)
@@ -75,9 +73,7 @@ def read(reader: Client, end: int, limit: int = 1000) -> list[tuple[int, bytes |
 
 
 @pytest.mark.parametrize("client", EACH)
-def test_a_header_whose_name_is_not_utf8_is_a_fault_of_its_message_alone(
-    kafka: Any, make_topic: Callable[..., str], client: str
-) -> None:
+def test_a_header_whose_name_is_not_utf8_is_a_fault_of_its_message_alone(kafka, make_topic, client):
     topic, total, bad = make_topic(), 60, {1, 3, 40, 59}  # so many that the interpreter takes its short ways
     with producing(kafka) as producer:
         for number in range(total):
@@ -91,9 +87,7 @@ def test_a_header_whose_name_is_not_utf8_is_a_fault_of_its_message_alone(
 
 @pytest.mark.parametrize("client", EACH)
 @pytest.mark.parametrize("codec", ["gzip", "lz4", "snappy", "zstd"])
-def test_a_batch_that_is_too_large_once_decompressed_is_skipped_for_that_reason(
-    kafka: Any, make_topic: Callable[..., str], client: str, codec: str
-) -> None:
+def test_a_batch_that_is_too_large_once_decompressed_is_skipped_for_that_reason(kafka, make_topic, client, codec):
     topic = make_topic()
     one_batch(kafka, topic, "gzip", [GOOD] * 2)
     one_batch(kafka, topic, codec, [bytes(20_000_000)])
@@ -107,8 +101,8 @@ def test_a_batch_that_is_too_large_once_decompressed_is_skipped_for_that_reason(
 @pytest.mark.parametrize("client", EACH)
 @pytest.mark.parametrize("begin", [0, 9])
 def test_of_a_batch_that_is_too_large_each_offset_has_its_fault_wherever_the_reading_begins(
-    kafka: Any, make_topic: Callable[..., str], client: str, begin: int
-) -> None:
+    kafka, make_topic, client, begin
+):
     topic = make_topic()
     one_batch(kafka, topic, "gzip", [GOOD] * 2)
     one_batch(kafka, topic, "zstd", [bytes(900_000)] * 21)
@@ -126,7 +120,7 @@ class Damaging(Proxy):
 
     damages = True
 
-    def _spoiled(self, chunk: bytes) -> bytes:
+    def _spoiled(self, chunk):
         return chunk.replace(b"damage me", b"damaged!!") if self.damages else chunk
 
 
@@ -134,7 +128,7 @@ class TestAWrongChecksum:
     """The network may have caused it: the batch is fetched again, and skipped only if it stays damaged."""
 
     @pytest.fixture
-    def topic(self, kafka: Any, make_topic: Callable[..., str]) -> str:
+    def topic(self, kafka, make_topic):
         """One with three batches of three messages, of which that in the middle is damaged."""
         topic: str = make_topic()
         for value in (GOOD, b"damage me", GOOD):
@@ -144,18 +138,14 @@ class TestAWrongChecksum:
         return topic
 
     @pytest.mark.parametrize("client", EACH)
-    def test_that_stays_is_passed_over_offset_by_offset(
-        self, kafka: Any, topic: str, client: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("ingest.kafka.unreadable.CORRUPT_SECONDS", 0.0)
+    def test_that_stays_is_passed_over_offset_by_offset(self, kafka, topic, client, monkeypatch):
+        monkeypatch.setattr("anabranch.ingest.kafka.unreadable.CORRUPT_SECONDS", 0.0)
         with Damaging(kafka.bootstrap) as proxy, reading(proxy.address, topic, client) as reader:
             found = read(reader, 9)
         assert [offset for offset, *_ in found] == list(range(9))
         assert {offset for offset, _, fault in found if fault and fault.startswith("corrupt")} == {3, 4, 5}
 
-    def test_that_sends_librdkafka_to_an_offset_that_never_was_removes_none(
-        self, kafka: Any, topic: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_that_sends_librdkafka_to_an_offset_that_never_was_removes_none(self, kafka, topic, monkeypatch):
         """It parses on behind such a batch, and may ask for the offset that it takes the bytes there for."""
         astray = self._astray(topic)
         with reading(kafka.bootstrap, topic, "confluent") as reader:
@@ -168,15 +158,15 @@ class TestAWrongChecksum:
         assert [offset for offset, *_ in found] == list(range(3, 9))
 
     def test_that_sends_librdkafka_to_such_an_offset_while_its_end_is_searched_is_passed_over(
-        self, kafka: Any, topic: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("ingest.kafka.unreadable.CORRUPT_SECONDS", 0.0)
+        self, kafka, topic, monkeypatch
+    ):
+        monkeypatch.setattr("anabranch.ingest.kafka.unreadable.CORRUPT_SECONDS", 0.0)
         astray = [self._astray(topic)] * 2
         with Damaging(kafka.bootstrap) as proxy, reading(proxy.address, topic, "confluent") as reader:
             assert isinstance(reader, ConfluentClient)
             consumer = reader._consumer
 
-            def consume(limit: int, seconds: float) -> list[Message]:
+            def consume(limit, seconds):
                 return [astray.pop()] if limit == 1 and astray else consumer.consume(limit, seconds)
 
             monkeypatch.setattr(reader, "_consumer", Mock(wraps=consumer, consume=consume))
@@ -185,15 +175,13 @@ class TestAWrongChecksum:
         assert [offset for offset, _, fault in found if fault and fault.startswith("corrupt")] == [3, 4, 5]
         assert [offset for offset, _, fault in found if fault is None] == [0, 1, 2, 6, 7, 8]
 
-    def _astray(self, topic: str) -> Message:
+    def _astray(self, topic):
         reason = KafkaError(KafkaError._AUTO_OFFSET_RESET, "requested offset not available")
         return Message(topic=topic, partition=0, offset=33_554_434, error=reason)
 
     @pytest.mark.parametrize("client", EACH)
-    def test_that_goes_away_loses_nothing(
-        self, kafka: Any, topic: str, client: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("ingest.kafka.unreadable.CORRUPT_SECONDS", math.inf)
+    def test_that_goes_away_loses_nothing(self, kafka, topic, client, monkeypatch):
+        monkeypatch.setattr("anabranch.ingest.kafka.unreadable.CORRUPT_SECONDS", math.inf)
         with Damaging(kafka.bootstrap) as proxy, reading(proxy.address, topic, client) as reader:
             found = read(reader, 3)
             for _ in range(2):

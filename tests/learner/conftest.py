@@ -2,17 +2,15 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
 from tests import forkserver
 from tests.learner.learner_bench import LearnerBench, small_model
 from tests.pipelines import Learner
@@ -22,7 +20,7 @@ PROGRAM = Path(__file__).parent / "ranks_program.py"
 
 
 @pytest.fixture(scope="session")
-def schema() -> Schema:
+def schema():
     """Three numbers, one of three classes."""
     return Schema(
         SchemaSettings.model_validate(
@@ -32,10 +30,10 @@ def schema() -> Schema:
 
 
 @pytest.fixture
-def make_model() -> Callable[[], nn.Module]:
+def make_model():
     """The same small classifier, with the same weights, at each call."""
 
-    def make() -> nn.Module:
+    def make():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -43,11 +41,11 @@ def make_model() -> Callable[[], nn.Module]:
 
 
 @pytest.fixture
-def make_bench(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., LearnerBench]]:
+def make_bench(tmp_path, schema):
     """Makes learners over one state directory, `make_bench(blocks, model, **options)`, one after the other."""
     benches: list[LearnerBench] = []
 
-    def make(blocks: int, model: Callable[[], nn.Module] | None = None, **options: Any) -> LearnerBench:
+    def make(blocks, model=None, **options):
         torch.manual_seed(0)
         benches.append(LearnerBench(tmp_path, schema, (model or small_model)(), blocks, **options))
         return benches[-1]
@@ -58,11 +56,11 @@ def make_bench(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., Learner
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Learner]]:
+def start():
     """Starts a learner, `start(config, **environment)`, which is killed at the end of the test."""
     with contextlib.ExitStack() as stack:
 
-        def begin(config: Path, **environment: str) -> Learner:
+        def begin(config, **environment):
             learner = Learner(config, **environment)
             stack.callback(learner.close)
             return learner
@@ -71,10 +69,10 @@ def start() -> Iterator[Callable[..., Learner]]:
 
 
 @pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Tensor]]]:
+def play(tmp_path_factory):
     """Plays scenarios on so many ranks, and returns what came out of each."""
 
-    def run(size: int, scenarios: list[dict[str, Any]], timeout: float = 100) -> list[dict[str, Tensor]]:
+    def run(size, scenarios, timeout=100):
         folder = tmp_path_factory.mktemp("ranks")
         texts = [json.dumps(scenario) for scenario in scenarios]
         processes = [

@@ -3,74 +3,64 @@
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
-from ingest.config import LagPolicySettings, StreamSettings
-from ingest.events.block import Block, Coverage
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import Columns, fake_columns
-from ingest.metrics import IngestMetrics
-from ingest.reader.cursors import Partition
-from ingest.reader.reader import BlockReader
-from learner.adaptation.stream_monitor import StreamMonitor
-from learner.checkpointing.checkpointer import Checkpointer
-from learner.checkpointing.erasure import Erasure
-from learner.checkpointing.replay_state import unpack
-from learner.config import (
-    CheckpointSettings,
-    GateSettings,
-    LearnerSettings,
-    ModelSettings,
-    VersionsSettings,
-)
-from learner.evaluation.holdout import HoldoutSet
-from learner.evaluation.scoring import Scorer
-from learner.loop import Task, TrainingLoop
-from learner.loop_parts.loop_state import LoopComponents, LoopMetrics
-from learner.metrics import LearnerMetrics
-from learner.model.device import choose_precision
-from learner.model.embedding import Embedding
-from learner.model.task import Classification
-from learner.publishing.gatekeeper import QualityGate
-from learner.publishing.publisher import Publisher
-from learner.replay_feed import make_feed
-from learner.resume import most_added
-from learner.run import between_steps
-from learner.runtime.shutdown import Deadline
-from learner.search.networks import NetworkSpec
-from learner.search.trainer import SearchingTrainer
-from learner.sections.search import SearchSettings
-from learner.state_dir.checkpoint import RANK, Checkpoints
-from learner.state_dir.lock import check_generation
-from learner.state_dir.version import Versions, reference_to
-from learner.strategies.base import Strategy
-from learner.strategies.examples import output_fields
-from learner.strategies.registry import STRATEGIES
-from learner.strategies.teacher_loss import TeacherLoss, kept_outputs
-from learner.stream.lag import LagPolicy
-from learner.teacher.feed import Teacher, TeacherFeed
-from learner.training.trainer import Trainer
-from learner.undo.undone_events import UndoneEvents
-from replay.background_store import BackgroundStore
-from replay.build import build_store
-from replay.config import ReplaySettings
-from replay.erasure.erasure_log import ErasureLog
-from replay.metrics import ReplayMetrics
-from replay.store import Store
-from tests.support.strategies import extended
+from anabranch.core.shutdown import Deadline
+from anabranch.ingest.events.block import Block, Coverage
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import Columns, fake_columns
+from anabranch.ingest.metrics import IngestMetrics
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import LagPolicySettings, StreamSettings
+from anabranch.learner.assembly import between_steps
+from anabranch.learner.checkpoints.background_erasure import BackgroundErasure
+from anabranch.learner.checkpoints.checkpointer import Checkpointer
+from anabranch.learner.checkpoints.erasure import Erasure
+from anabranch.learner.checkpoints.format import RANK, Checkpoints
+from anabranch.learner.checkpoints.parts import StorePart, unpack
+from anabranch.learner.checkpoints.stored_events import most_added
+from anabranch.learner.evaluate.holdout import HoldoutSet
+from anabranch.learner.evaluate.scoring import Scorer
+from anabranch.learner.evaluate.stream_monitor import StreamMonitor
+from anabranch.learner.extensions.search.extension import ChallengerSearch
+from anabranch.learner.extensions.teacher.extension import TeacherFeed
+from anabranch.learner.loop import TrainingLoop
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import CheckpointSettings, GateSettings, LearnerSettings, VersionsSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.search import SearchSettings
+from anabranch.learner.state_dir.lock import check_generation
+from anabranch.learner.status.metrics import LearnerMetrics
+from anabranch.learner.step.loop_state import LoopComponents, LoopMetrics
+from anabranch.learner.step.replay_feed import make_feed
+from anabranch.learner.strategies.examples import output_fields
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.strategies.teacher_loss import TeacherLoss, kept_outputs
+from anabranch.learner.stream.lag import LagPolicy
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.learner.versions.format import Versions, reference_to
+from anabranch.learner.versions.gate import QualityGate
+from anabranch.learner.versions.publisher import Publisher, VersionWriter
+from anabranch.replay.background_store import BackgroundStore
+from anabranch.replay.build import build_store
+from anabranch.replay.erasure.erasure_log import ErasureLog
+from anabranch.replay.metrics import ReplayMetrics
+from anabranch.replay.settings import ReplaySettings
+from anabranch.testing.strategies import extended
 
 CPU = torch.device("cpu")
 NAME = TopicPartition("events", 0)
-_ARGUMENTS = ("model", "task", "strategy", "schema", "settings", "device")
 ROWS = 32
 """Events of a block, of which one is held out and the others are a batch."""
 
@@ -85,7 +75,9 @@ each_tier = pytest.mark.parametrize("replay", TIERS.values(), ids=TIERS)
 class Stream:
     """A topic of `blocks` blocks, read from any block on; sets `stop` after the last one."""
 
-    def __init__(self, schema: Schema, blocks: int, stop: threading.Event) -> None:
+    history = hold_out = None
+
+    def __init__(self, schema, blocks, stop):
         self.schema = schema
         self.blocks = blocks
         self.stop = stop
@@ -104,7 +96,7 @@ class Stream:
         self.reads_history = False
         self.partitions = [Partition(NAME, 0, blocks * ROWS)]
 
-    def poll(self, timeout: timedelta) -> Block | None:
+    def poll(self, timeout):
         if self.next == self.blocks:
             self.stop.set()
             return None
@@ -124,14 +116,24 @@ class Stream:
             self.change(columns)
         return Block(columns, (Coverage(0, begin, begin + ROWS),))
 
-    def receive(self) -> None:
+    def receive(self):
         """`poll` returns all blocks."""
 
-    def release(self, block: Block) -> None:
+    def release(self, block):
         """Blocks share no memory."""
 
-    def commit(self, offsets: dict[int, int]) -> None:
+    def commit(self, offsets):
         """There is no broker."""
+
+
+class OpenStream(Stream):
+    """A topic that is opened as the reader of a learner is."""
+
+    def open(self, positions, *_args, **_named):
+        self.next = sum(position.offset for position in positions.values()) // ROWS
+
+    def close(self):
+        """There is nothing to close."""
 
 
 class LearnerBench:
@@ -139,27 +141,27 @@ class LearnerBench:
 
     def __init__(
         self,
-        path: Path,
-        schema: Schema,
-        model: nn.Module,
-        blocks: int,
-        every: str = "1h",
-        replay: Mapping[str, Any] | None = None,
-        strategy: Strategy | None = None,
-        learner: Mapping[str, Any] | None = None,
-        task: Classification | None = None,
-        device: torch.device = CPU,
+        path,
+        schema,
+        model,
+        blocks,
+        every="1h",
+        replay=None,
+        strategy=None,
+        learner=None,
+        task=None,
+        device=CPU,
         *,
-        complete: bool = False,
-        teacher: Teacher | None = None,
-        distil: bool = False,
-        stream: Callable[[threading.Event], Stream] | None = None,
-        checkpoints: Mapping[str, Any] | None = None,
-        undone: UndoneEvents | None = None,
-        search: Mapping[str, Any] | None = None,
-        networks: NetworkSpec | None = None,
-        keyed: bool = True,
-    ) -> None:
+        complete=False,
+        teacher=None,
+        distil=False,
+        stream=None,
+        checkpoints=None,
+        undo=None,
+        search=None,
+        networks=None,
+        keyed=True,
+    ):
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop) if stream is None else stream(self.stop)
         settings = LearnerSettings.model_validate(
@@ -169,23 +171,21 @@ class LearnerBench:
         self.metrics = LoopMetrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
         task = task or Classification()
         strategy = extended(strategy or STRATEGIES["er"](), model, schema, device)
-        embedding = Embedding(model, "3") if strategy.embeds else None
+        embedding = Embedding(model, "3") if strategy.kind.embeds else None
         precision = choose_precision(settings.precision, device)
-        teaching = TeacherLoss(task, 0.5, 2.0) if teacher is not None else None
-        kind: Callable[..., Trainer] = Trainer
+        teaching = [TeacherLoss(task, 0.5, 2.0)] if teacher is not None else []
+        setup = TrainingSetup(
+            model.to(device), task, strategy, schema, settings, device, precision, embedding, teaching
+        )
+        wrappers = []
         if search is not None:
             chosen = SearchSettings.model_validate(search)
-            kind = functools.partial(SearchingTrainer, chosen, 0, path, type(strategy), networks)
-        trainer = kind(
-            **dict(zip(_ARGUMENTS, (model.to(device), task, strategy, schema, settings, device), strict=True)),
-            precision=precision,
-            embedding=embedding,
-            teaching=teaching,
-        )
+            wrappers.append(ChallengerSearch(chosen, 0, path, setup, type(strategy), networks))
+        trainer = Trainer(setup, wrappers=wrappers)
         duration = self.metrics.learner.teacher_duration
         self.feed = None if teacher is None else TeacherFeed(teacher, (3,), duration, unlabelled=distil)
         self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
-        self.checkpoints.clean()
+        self.checkpoints.storage.clean()
         self.found = self.checkpoints.newest()
         contents, segments = (unpack(self.found[1]) if self.found else None) or (None, ())
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
@@ -199,49 +199,52 @@ class LearnerBench:
         settings_of_checkpoints = CheckpointSettings.model_validate({"every": every, **(checkpoints or {})})
         check = functools.partial(check_generation, path, 1)
         self.checkpointer = Checkpointer(
-            self.checkpoints, settings_of_checkpoints, self.background_store, self.metrics.learner, segments, check
+            *(self.checkpoints, settings_of_checkpoints, self.metrics.learner),
+            [StorePart(self.background_store, segments)],
+            check,
         )
         versions, reference = Versions(path / "versions"), reference_to(ModelSettings(factory="m:build"))
         self.versions = versions
         scorer = Scorer(model, task, schema, device)
         publisher = Publisher(
-            *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
-            *(QualityGate(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),
+            VersionWriter(versions, reference, schema, 1),
+            QualityGate(versions, GateSettings(), scorer, reference),
+            VersionsSettings.model_validate({"publish_every": "1h"}),
+            self.metrics.learner,
         )
         holdout = HoldoutSet(schema, 100, 0)
         source = cast("BlockReader", self.stream)
         self.log = ErasureLog(path / "erasures.log")
         self.log.refresh()
         erasure = Erasure(
-            *(self.log, self.checkpoints, path / "replay" / RANK, self.background_store, holdout, self.checkpointer),
-            keyed=keyed,
+            self.log, BackgroundErasure(self.log, self.checkpoints, self.checkpointer), holdout, keyed=keyed
         )
         lag = LagPolicy(LagPolicySettings(), 0, source, unlabelled=distil)
         monitor = StreamMonitor(settings)
         sampling = self.metrics.replay.sample
         feed = make_feed(self.background_store, settings, 1, monitor, holdout, trainer, sampling)
-        parts = LoopComponents(
+        self.parts = parts = LoopComponents(
             *(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag),
-            teacher=self.feed,
-            undone=undone or UndoneEvents(),
+            extensions=[each for each in (undo, self.feed) if each is not None],
+            unlabelled=distil,
         )
         self.loop = TrainingLoop(settings, parts, self.metrics)
         self.trainer, self.holdout, self.publisher, self.erasure = trainer, holdout, publisher, erasure
 
-    def run(self, *tasks: Task) -> None:
+    def run(self, *tasks):
         """Train to the end of the stream; `tasks` run after all that a learner does between steps."""
         self.loop.run(self.stop, between_steps(self.loop, tasks))
 
-    def resume(self) -> None:
+    def resume(self):
         assert self.found is not None
         self.loop.restore(self.found[1])
         # A slow machine makes a checkpoint before the first batch, which has no partition yet.
         self.stream.next = sum(each.position.offset for each in self.loop.ledger.partitions) // ROWS
 
-    def finish(self) -> None:
+    def finish(self):
         self.loop.finish(Deadline(timedelta(seconds=30)))
 
-    def close(self) -> None:
+    def close(self):
         if not self.closed:
             # The next learner of this state directory begins when nothing of this one is at work any more.
             for part in (self.publisher, self.checkpointer):
@@ -252,13 +255,13 @@ class LearnerBench:
         self.closed = True
 
     @property
-    def store(self) -> Store:
+    def store(self):
         return self.background_store.flush()
 
 
-def small_model() -> nn.Module:
+def small_model():
     return nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
-def no_space(_descriptor: int) -> None:
+def no_space(_descriptor):
     raise OSError(28, "No space left on device")

@@ -9,35 +9,42 @@ import sys
 import time
 from copy import deepcopy
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.config import LearnerSettings
-from learner.distributed.channel import Channel
-from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.follower import follow
-from learner.distributed.leader import Leader
-from learner.distributed.process_group import RankAssignment, exiting_at_once, join_group
-from learner.model.device import choose_precision
-from learner.model.embedding import Embedding
-from learner.model.faulty_events import RaisingEventsError
-from learner.model.layers.mixture import MixtureOfExperts
-from learner.model.task import Classification
-from learner.model.trained_set import base_state, decide_trained_set
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.strategies.examples import Examples
-from learner.training.step_result import StepResult
-from learner.training.trainer import Trainer
-from tests.support.strategies import extended, small_strategy
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.extensions.search import trainers
+from anabranch.learner.extensions.search.extension import ChallengerSearch
+from anabranch.learner.extensions.search.trainers import copy_trainer
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.faulty_events import RaisingEventsError
+from anabranch.learner.model.mixture import MixtureOfExperts
+from anabranch.learner.model.task import Classification
+from anabranch.learner.model.trained_set import base_state, decide_trained_set, trained_state
+from anabranch.learner.parallel.channel import Channel
+from anabranch.learner.parallel.data_parallel import DataParallelGroup, FurtherModels
+from anabranch.learner.parallel.follower import follow
+from anabranch.learner.parallel.leader import Leader
+from anabranch.learner.parallel.process_group import RankAssignment, exiting_at_once, join_group
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.search import LR, SearchSettings
+from anabranch.learner.state_dir import search_control
+from anabranch.learner.state_dir.search_control import write_control
+from anabranch.learner.strategies.examples import Examples
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.testing.strategies import extended
+from tests.support.strategies import small_strategy
 
 SCHEMA = Schema(
     SchemaSettings.model_validate(
@@ -48,7 +55,7 @@ CPU = torch.device("cpu")
 BAD = 900.0
 
 
-def settings_of(scenario: dict[str, Any]) -> LearnerSettings:
+def settings_of(scenario):
     return LearnerSettings.model_validate(
         {"optimizer": {"name": "sgd", "lr": 0.1}, "max_grad_norm": float("inf"), "device": "cpu"}
         | scenario.get("settings", {})
@@ -58,43 +65,43 @@ def settings_of(scenario: dict[str, Any]) -> LearnerSettings:
 class Noise(nn.Module):
     """Multiplies by a number of Python's and one of numpy's generator."""
 
-    def forward(self, x_BH: Tensor) -> Tensor:
+    def forward(self, x_BH):
         return x_BH * (1 + random.random()) * (1 + np.random.random())
 
 
 class Choosy(Classification):
     """Raises in its loss or its score where a label is the one that it refuses."""
 
-    def __init__(self, method: str, refused: int) -> None:
+    def __init__(self, method, refused):
         self._method, self._refused = method, refused
 
-    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+    def loss(self, output_B, label_B):
         self._refuse("loss", label_B)
         return super().loss(output_B, label_B)
 
-    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+    def score(self, output_B, label_B):
         self._refuse("score", label_B)
         return super().score(output_B, label_B)
 
-    def _refuse(self, method: str, label_B: Tensor) -> None:
+    def _refuse(self, method, label_B):
         if method == self._method and (label_B == self._refused).any():
             raise ValueError(f"no {self._refused}")
 
 
-def refuse(_model: nn.Module, given: tuple[Tensor]) -> None:
+def refuse(_model, given):
     if (given[0][:, 0] == BAD).any():
         raise IndexError("index out of range in self")
 
 
-def refuse_within(model: nn.Sequential) -> None:
+def refuse_within(model):
     """Make the last module of a model raise when the events that come in are such that it does."""
     bad = False
 
-    def read(_model: nn.Module, given: tuple[Tensor]) -> None:
+    def read(_model, given):
         nonlocal bad
         bad = bool((given[0][:, 0] == BAD).any())
 
-    def refuse(_module: nn.Module, _given: tuple[Tensor]) -> None:
+    def refuse(_module, _given):
         if bad:
             raise IndexError("index out of range in self")
 
@@ -105,21 +112,21 @@ def refuse_within(model: nn.Sequential) -> None:
 class Marked(nn.Linear):
     """Returns the first feature in place of its last output, so that the next stage sees which events are bad."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cat([super().forward(x)[:, :-1], x[:, :1]], dim=1)
 
 
-def refuse_in_stage(model: nn.Sequential, kind: str, stage: int) -> None:
+def refuse_in_stage(model, kind, stage):
     """Make the first module of a stage, of which the second begins at `1`, raise on bad events."""
     marked = Marked(model[0].in_features, model[0].out_features).to(model[0].weight)
     marked.load_state_dict(model[0].state_dict())
     model[0] = marked
 
-    def refuse(_module: nn.Module, given: tuple[Tensor]) -> None:
+    def refuse(_module, given):
         if (given[0][:, -1 if stage else 0] == BAD).any():
             raise IndexError("index out of range in self")
 
-    def refuse_gradient(_module: nn.Module, given: tuple[Tensor], output: Tensor) -> None:
+    def refuse_gradient(_module, given, output):
         if output.requires_grad and (given[0][:, -1 if stage else 0] == BAD).any():
             output.register_hook(no_gradient)
 
@@ -132,10 +139,10 @@ def refuse_in_stage(model: nn.Sequential, kind: str, stage: int) -> None:
 class Narrow:
     """A hook that runs out of memory with more than so many events at once, as often as it is asked to."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most):
         self._most = most
 
-    def __call__(self, _model: nn.Module, given: tuple[Tensor]) -> None:
+    def __call__(self, _model, given):
         if len(given[0]) > self._most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -145,13 +152,13 @@ class Counter:
 
     NAMES = ("send", "isend", "recv", "scatter", "gather", "broadcast")
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.counts = dict.fromkeys((*self.NAMES, "empty"), 0)
         for name in self.NAMES:
             setattr(dist, name, self._counted(name, getattr(dist, name)))
 
-    def _counted(self, name: str, function: Any) -> Any:
-        def call(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+    def _counted(self, name, function):
+        def call(tensor, *arguments, **options):
             self.counts[name] += 1
             self.counts["empty"] += not tensor.numel()
             return function(tensor, *arguments, **options)
@@ -159,23 +166,16 @@ class Counter:
         return call
 
 
-def refuse_gradient(_model: nn.Module, given: tuple[Tensor], output: Tensor) -> None:
+def refuse_gradient(_model, given, output):
     if output.requires_grad and (given[0][:, 0] == BAD).any():
         output.register_hook(no_gradient)
 
 
-def no_gradient(_gradient: Tensor) -> None:
+def no_gradient(_gradient):
     raise ValueError("no gradient of this")
 
 
-def without_reset() -> None:
-    """Take the call that resets a sharded module away, which torch has from 2.13 on."""
-    from torch.distributed.fsdp import FSDPModule
-
-    del FSDPModule.reset_iter_state
-
-
-def arguments_of(scenario: dict[str, Any], rank: int = 0, device: torch.device = CPU) -> dict[str, Any]:
+def setup_of(scenario, rank=0, device=CPU):
     torch.manual_seed(0)
     width = scenario.get("width", 8)
     inner = [nn.Linear(width, width), nn.Tanh()] if "width" in scenario else []
@@ -212,27 +212,26 @@ def arguments_of(scenario: dict[str, Any], rank: int = 0, device: torch.device =
         small_strategy(scenario.get("strategy", "er"), **scenario.get("arguments", {})), model, SCHEMA, device
     )
     seed(rank)
-    return {
-        "model": model,
-        "task": Choosy(scenario.get("raises", ""), scenario.get("refused", 2)),
-        "strategy": strategy,
-        "schema": SCHEMA,
-        "settings": settings,
-        "device": device,
-        "precision": choose_precision(settings.precision, device),
-        "embedding": Embedding(model, scenario.get("embedding", "1"))
-        if scenario.get("embeds", "stages" not in scenario)
-        else None,
-    }
+    embeds = scenario.get("embeds", "stages" not in scenario)
+    return TrainingSetup(
+        model=model,
+        task=Choosy(scenario.get("raises", ""), scenario.get("refused", 2)),
+        strategy=strategy,
+        schema=SCHEMA,
+        settings=settings,
+        device=device,
+        precision=choose_precision(settings.precision, device),
+        embedding=Embedding(model, scenario.get("embedding", "1")) if embeds else None,
+    )
 
 
-def seed(rank: int) -> None:
+def seed(rank):
     random.seed(rank)
     np.random.seed(rank)
     torch.manual_seed(rank)
 
 
-def examples(trainer: Trainer, begin: int, n: int, double: bool) -> Examples:
+def examples(trainer, begin, n, double):
     columns = fake_columns(SCHEMA, range(begin, begin + n), label=[0, 1, 2])
     columns["weight"][::3] = 2.5
     found = trainer.examples(columns)
@@ -241,50 +240,54 @@ def examples(trainer: Trainer, begin: int, n: int, double: bool) -> Examples:
     return Examples({"x": found.features["x"].double()}, found.label_B, found.weight_B.double())
 
 
-def seen(trainer: Trainer, begin: int, n: int, double: bool) -> Examples:
+def seen(trainer, begin, n, double):
     """Return old events, with what the model said of them where that is kept, of one of them nothing."""
     found = examples(trainer, begin, n, double)
-    if not trainer.strategy.keeps_output:
+    if not trainer.strategy.kind.keeps_output:
         return found
     output_B = torch.arange(3.0 * n).reshape(n, 3).sin()
     output_B[0] = torch.nan
     return replace(found, output_B=output_B.to(found.label_B.device))
 
 
-def bent(examples: Examples, times: int = 1) -> Examples:
+def bent(examples, times=1):
     """Return events whose features vary, and whose weights fall, so many times one after the other."""
     x, weight_B = examples.features["x"].sin(), torch.linspace(9.0, 1.0, len(examples)).to(examples.weight_B)
     return Examples({"x": x.repeat(times, 1)}, examples.label_B.repeat(times), weight_B.repeat(times))
 
 
-def separable(examples: Examples) -> Examples:
+def separable(examples):
     """Return events whose features say what their label is."""
     return replace(examples, features={"x": nn.functional.one_hot(examples.label_B, 3).to(examples.features["x"])})
 
 
-def spoiled(examples: Examples, every: int) -> Examples:
+def spoiled(examples, every):
     """Return events of which some, from the second on, are such that the model raises on them."""
     x = examples.features["x"].clone()
     x[1::every, 0] = BAD
     return replace(examples, features={"x": x})
 
 
-def step_without(trainer: Trainer, given: list[Examples], raised: list[int], messages: list[str]) -> StepResult | None:
-    """Step without the events on which the model raises, and record which and why; None: no new one is left."""
+def step_without(trainer, given, raised, messages, *, batch):
+    """Step without the events on which the model raises, and record which and why; None: no new one is left.
+
+    `batch`: leave out all new events where the model raises on any, as ranks do that split a model.
+    """
     while len(given[0]):
         try:
             return trainer.step(given[0], given[1:])
         except RaisingEventsError as exc:
-            raised += exc.indices
+            indices = range(len(given[0])) if batch else exc.indices
+            raised += indices
             messages.append(exc.message)
             stays = torch.ones(sum(map(len, given)), dtype=torch.bool)
-            stays[list(exc.indices)] = False
+            stays[list(indices)] = False
         left = [each[part] for each, part in zip(given, torch.split(stays, [*map(len, given)]), strict=True)]
         given = left if sum(map(len, left[1:])) else left[:1]
     return None
 
 
-def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
+def play(trainer, scenario):
     """Step as the scenario says: [new, old...] a step; return the weights, and what the last step found out."""
     begun: float | None = None
     raised: list[int] = []
@@ -305,7 +308,8 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
         spoilt = step == scenario.get("spoilt_at")
         if spoilt:
             first = replace(first, features={"x": first.features["x"] * torch.inf})
-        result = step_without(trainer, [first, *(old if trainer.strategy.replays else [])], raised, messages)
+        given = [first, *(old if trainer.strategy.kind.replays else [])]
+        result = step_without(trainer, given, raised, messages, batch=scenario.get("skips_batches", False))
         if result is None:
             continue
         assert result.finite != spoilt
@@ -316,24 +320,29 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
         found |= {"loss_new": torch.tensor(result.loss_new), "begun": torch.tensor(begun)}
         for name in ("old_R", "embedding_N", "output_B"):
             value = getattr(result, name)
-            if value is not None and (name != "output_B" or trainer.strategy.keeps_output):
+            if value is not None and (name != "output_B" or trainer.strategy.kind.keeps_output):
                 found[name] = value.float().contiguous()
+        if step == scenario.get("command_at"):
+            write_control(Path(scenario["folder"]), values={LR: 0.05})
         if step == scenario.get("drift_at"):
-            trainer.scale_learning_rate(0.5)
+            trainer.update.schedule.scale = 0.5
             trainer.on_drift()
         if step == scenario.get("checkpoint_at"):
             trainer.restore(trainer.tensors(), trainer.state())
-        if scenario.get("sniff"):
-            found |= {f"sniff.{name}": torch.tensor(seconds) for name, seconds in trainer.sniff().items()}
+        if scenario.get("time_devices"):
+            found |= {
+                f"seconds.{name}": torch.tensor(seconds) for name, seconds in trainer.wrappers[0].time_devices().items()
+            }
         if step + 1 == scenario.get("write_at"):
             write(trainer, step + 1, scenario["write_to"])
     tensors, state = trainer.tensors(), trainer.state()
     trainer.restore(tensors, state)
+    found |= found_by_search(trainer) if trainer.wrappers else {}
     restored |= {f"optimizer.{name}": value for name, value in tensors["optimizer"].items()}
     if scenario.get("reports_drift"):
         found |= {f"strategy.{name}": value.contiguous() for name, value in tensors["strategy"].items()}
     if scenario.get("counts_bytes"):
-        found["sent_bytes"] = torch.tensor(-1 if trainer.sent_bytes is None else trainer.sent_bytes)
+        found["sent_bytes"] = torch.tensor(-1 if trainer.runner.sent_bytes is None else trainer.runner.sent_bytes)
     if scenario.get("frozen") and scenario["settings"].get("sharding") != "fsdp":
         found |= {f"base.{name}": value.clone() for name, value in base_state(trainer.model).items()}
     if "raises" in scenario:
@@ -343,17 +352,63 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found | restored | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
 
 
-def checkpoints_at(path: str) -> Checkpoints:
+class Starved:
+    """Has no memory for the second copy of a model."""
+
+    def __init__(self):
+        self._whole, self._calls = trainers.copy_trainer, 0
+
+    def __call__(self, source, target):
+        self._calls += 1
+        if self._calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        self._whole(source, target)
+
+
+def searches(scenario, setup, folder, ranks=None, rank=0):
+    """Return the search of a scenario, if it has one; rank 0 follows `search.json`, without waiting."""
+    if "search" not in scenario:
+        return []
+    search_control._EVERY_SECONDS = 0.0
+    trainers.copy_trainer = Starved() if rank == scenario.get("starved") else copy_trainer
+    settings = SearchSettings.model_validate(scenario["search"])
+    strategy = type(setup.strategy)
+    return [ChallengerSearch(settings, 0, None if rank else folder, setup, strategy, ranks=ranks)]
+
+
+def found_by_search(trainer):
+    """Return the state of a search, and the weights of its challengers."""
+    search = trainer.wrappers[-1]
+    if not isinstance(search, ChallengerSearch):
+        return {}
+    parts = search.tensors()
+    tensors = {f"{part}.{name}": value for part, its in parts.items() for name, value in its.items()}
+    return tensors | {"search": torch.tensor(list(json.dumps(search.state()).encode()), dtype=torch.uint8)}
+
+
+def digests(trainer):
+    """Return a digest of the weights, the optimizer and the search of each rank."""
+    digest = sha256()
+    tensors = {**trained_state(trainer.model), **trainer.update.tensors()[0], **found_by_search(trainer)}
+    for name in sorted(tensors):
+        digest.update(tensors[name].contiguous().numpy().tobytes())
+    own = torch.tensor(list(digest.digest()), dtype=torch.uint8)
+    of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, own)
+    return torch.stack(of_all)
+
+
+def checkpoints_at(path):
     return Checkpoints(Path(path), "schema", 1)
 
 
-def write(trainer: Trainer, step: int, path: str) -> None:
+def write(trainer, step, path):
     """Write a checkpoint of what is the trainer's."""
     tensors, (tensors["rng"], values) = trainer.tensors(), trainer.generators()
     checkpoints_at(path).write(1, Checkpoint(step, tensors, {"trainer": trainer.state(), "rng": values}), 0.0)
 
 
-def go_on(trainer: Trainer, path: str) -> tuple[dict[str, Tensor], int]:
+def go_on(trainer, path):
     """Restore a checkpoint, and return the generators of all ranks after that, and the step."""
     found = checkpoints_at(path).newest()
     assert found is not None
@@ -363,37 +418,47 @@ def go_on(trainer: Trainer, path: str) -> tuple[dict[str, Tensor], int]:
     return {f"rng.{name}": value for name, value in trainer.generators()[0].items()}, checkpoint.step
 
 
-def main() -> None:
+def main():
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     scenarios = [json.loads(text) for text in sys.argv[4:]]
     torch.set_num_threads(1)
     if size == 1:
         for number, scenario in enumerate(scenarios):
-            save(folder, number, play(Trainer(**arguments_of(scenario)), scenario))
+            setup = setup_of(scenario)
+            scenario["folder"] = folder
+            save(folder, number, play(Trainer(setup, wrappers=searches(scenario, setup, folder)), scenario))
         return
     with join_group(RankAssignment(rank, size, folder / "rendezvous"), settings_of(scenarios[0])) as device:
         for number, scenario in enumerate(scenarios):
-            if scenario.get("without_reset"):
-                without_reset()
             replicas = DataParallelGroup(settings_of(scenario), parallel=scenario.get("parallel"))
-            channel, arguments = Channel(device), arguments_of(scenario, replicas.mesh.row_group(), device)
-            dtype = next(arguments["model"].parameters()).dtype
+            channel, setup = Channel(device), setup_of(scenario, replicas.mesh.row_group(), device)
+            dtype = next(setup.model.parameters()).dtype
             stages, features = scenario.get("stages", []), {"x": torch.zeros(2, 3, dtype=dtype, device=device)}
-            replicas.divide(arguments["model"], stages, features, arguments["precision"])
+            replicas.divide(setup.model, stages, features, setup.precision)
+            scenario["folder"] = folder
+            search = searches(scenario, setup, folder, FurtherModels(replicas), rank)
             if rank == 0:
                 with channel.leading():
                     begin = time.monotonic()
-                    leader = Leader(channel, replicas, **arguments)
+                    leader = Trainer(setup, ranks=replicas, wrappers=[Leader(channel, replicas), *search])
                     counter = Counter() if scenario.get("counts") else None
                     found = play(leader, scenario) | {"seconds": torch.tensor(time.monotonic() - begin)}
                     if counter is not None:
                         found |= {f"count.{name}": torch.tensor(n) for name, n in counter.counts.items()}
-                    save(folder, number, found)
+                save(folder, number, found | ({"digests": digests(leader)} if search else {}))
             else:
-                follow(channel, lambda given=arguments, its=replicas: (Trainer(**given, ranks=its), its))
+                its = []
+
+                def make(given=setup, ranks=replicas, wrappers=search, its=its):
+                    its.append(Trainer(given, ranks=ranks, wrappers=wrappers))
+                    return its[0], ranks
+
+                follow(channel, make)
+                if search:
+                    digests(its[0])
 
 
-def save(folder: Path, number: int, found: dict[str, torch.Tensor]) -> None:
+def save(folder, number, found):
     safetensors.torch.save_file(found, folder / f"{number}.safetensors")
 
 

@@ -5,40 +5,33 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anabranch.core.errors import SettingsError
-from learner.errors import CheckpointError
-from learner.model.adapter import apply_adapter
-from learner.model.base_file import write_base
-from learner.model.trained_set import decide_trained_set, trained_state
-from learner.sections.adapter import AdapterSettings
-from learner.state_dir.bases import Bases
-from learner.state_dir.version import Verdict
-from tests.learner.learner_bench import LearnerBench
+from anabranch.learner.errors import CheckpointError
+from anabranch.learner.model.adapter import Adapter
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.trained_set import decide_trained_set, trained_state, write_base
+from anabranch.learner.settings.model import AdapterSettings
+from anabranch.learner.state_dir.bases import Bases
+from anabranch.learner.versions.format import Verdict
 
 
-def adapted(precision: str = "fp32", **settings: Any) -> nn.Module:
+def adapted(precision="fp32", **settings):
     model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-    model = apply_adapter(
-        model, AdapterSettings.model_validate({"rank": 2, "train": ["4"], "base_precision": precision, **settings})
-    )
+    chosen = {"rank": 2, "train": ["4"], "base_precision": precision, **settings}
+    model = Adapter(AdapterSettings.model_validate(chosen)).convert(model, ModelContext(torch.device("cpu")))
     decide_trained_set(model)
     return model
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "nf4"])
-def test_a_learner_goes_on_bit_for_bit_and_stores_the_adapters_alone(
-    make_bench: Callable[..., LearnerBench], tmp_path: Path, precision: str
-) -> None:
+def test_a_learner_goes_on_bit_for_bit_and_stores_the_adapters_alone(make_bench, tmp_path, precision):
     through = make_bench(12, lambda: adapted(precision))
     through.run()
     expected = {name: value.clone() for name, value in through.trainer.model.state_dict().items()}
@@ -64,7 +57,7 @@ def test_a_learner_goes_on_bit_for_bit_and_stores_the_adapters_alone(
     assert all(torch.equal(value, expected[name]) for name, value in state.items())
 
 
-def test_a_base_of_four_bits_has_the_same_digest_whenever_it_is_built(tmp_path: Path) -> None:
+def test_a_base_of_four_bits_has_the_same_digest_whenever_it_is_built(tmp_path):
     digests = set()
     for _ in range(2):
         torch.manual_seed(0)
@@ -75,11 +68,11 @@ def test_a_base_of_four_bits_has_the_same_digest_whenever_it_is_built(tmp_path: 
 A = "0.lora_A.default.weight"
 
 
-def saved(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[dict[str, Tensor]], bytes]:
+def saved(change):
     return lambda tensors: safetensors.torch.save(change(tensors))
 
 
-def without(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def without(tensors):
     return {name: value for name, value in tensors.items() if name != A}
 
 
@@ -97,9 +90,7 @@ def without(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ),
     ],
 )
-def test_a_checkpoint_with_a_hostile_adapter_is_refused_by_one_sentence(
-    make_bench: Callable[..., LearnerBench], tmp_path: Path, content: Any, sentence: str
-) -> None:
+def test_a_checkpoint_with_a_hostile_adapter_is_refused_by_one_sentence(make_bench, tmp_path, content, sentence):
     bench = make_bench(4, adapted)
     bench.run()
     bench.finish()
@@ -121,9 +112,7 @@ def test_a_checkpoint_with_a_hostile_adapter_is_refused_by_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../model.safetensors"])
-def test_a_checkpoint_that_names_a_file_elsewhere_is_refused(
-    make_bench: Callable[..., LearnerBench], tmp_path: Path, name: str
-) -> None:
+def test_a_checkpoint_that_names_a_file_elsewhere_is_refused(make_bench, tmp_path, name):
     bench = make_bench(4, adapted)
     bench.run()
     bench.finish()
@@ -139,7 +128,7 @@ def test_a_checkpoint_that_names_a_file_elsewhere_is_refused(
     assert "\n" not in str(refused.value)
 
 
-def test_a_version_with_a_hostile_adapter_is_no_baseline(make_bench: Callable[..., LearnerBench]) -> None:
+def test_a_version_with_a_hostile_adapter_is_no_baseline(make_bench):
     bench = make_bench(4, adapted)
     bench.run()
     bench.finish()
@@ -152,13 +141,12 @@ def test_a_version_with_a_hostile_adapter_is_no_baseline(make_bench: Callable[..
     assert bench.publisher.gate.read(number + 1, bench.holdout.held) is None
 
 
-def test_another_alpha_is_refused_since_no_tensor_would_show_it(
-    make_bench: Callable[..., LearnerBench],
-) -> None:
+def test_another_alpha_is_refused_since_no_tensor_would_show_it(make_bench):
     before = make_bench(7, adapted)
     before.run()
     before.finish()
     before.close()
     after = make_bench(12, lambda: adapted(alpha=64))
-    with pytest.raises(CheckpointError, match=r"alpha / rank = 8\.0, and \[model\.adapter\] has 32\.0; put model"):
+    sentence = r"model\.adapter\.alpha / model\.adapter\.rank = 8\.0, and that is 32\.0 now; put it back"
+    with pytest.raises(CheckpointError, match=sentence):
         after.resume()

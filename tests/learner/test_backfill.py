@@ -3,10 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,15 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from anabranch.commands.erase import erase_events
-from anabranch.commands.replay_store import read_sample
+from anabranch.commands.replay.contents import read_sample
 from anabranch.config.loader import load_config
 from anabranch.core.stream_secret import StreamSecret
-from ingest.events.encoders import hash_texts
-from ingest.events.hold_out import held_out
-from learner.config import GateSettings
-from learner.state_dir.report import LearnerReport
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.hold_out import held_out
+from anabranch.learner.settings.learner import GateSettings
 from tests import forkserver
-from tests.pipelines import Learner, adds_up, encoded, events, total
+from tests.pipelines import adds_up, encoded, events, total
 
 STREAM = """
 [stream.backfill]
@@ -52,7 +48,7 @@ def build():
 FILES, ROWS = 3, 2000
 
 
-def write_files(folder: Path, rows: int = ROWS) -> None:
+def write_files(folder, rows=ROWS):
     """Write two Parquet files and one of JSON lines, whose rows are a year old."""
     for number in range(2):
         columns = {name: [each[name] for each in events(rows)] for name in ("x", "y")}
@@ -62,7 +58,7 @@ def write_files(folder: Path, rows: int = ROWS) -> None:
     (folder / "2.jsonl").write_text("".join(lines))
 
 
-def held_out_by_key(keys: list[str], state_dir: Path) -> list[bool]:
+def held_out_by_key(keys, state_dir):
     """Return which rows with these keys are held out by the secret of a state directory."""
     secret = StreamSecret.read(state_dir)
     assert secret is not None
@@ -71,21 +67,15 @@ def held_out_by_key(keys: list[str], state_dir: Path) -> list[bool]:
     return held_out(GateSettings(holdout_fraction=0.1).hold_out(secret), columns, none).tolist()
 
 
-def done(report: LearnerReport, rows: int) -> bool:
+def done(report, rows):
     return total(report) == rows and not any(each.pending for each in report.partitions.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sigkill", ["learner", "no"])
 def test_every_row_is_learned_from_once_though_the_learner_is_killed(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    write_pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-    tmp_path: Path,
-    sigkill: str,
-) -> None:
+    kafka, make_topic, produce, write_pipeline, start, tmp_path, sigkill
+):
     topic = make_topic()
     write_files(tmp_path)
     produce(kafka.bootstrap, topic, encoded(events(300)))
@@ -112,13 +102,7 @@ def test_every_row_is_learned_from_once_though_the_learner_is_killed(
 
 
 @pytest.mark.slow
-def test_a_history_is_read_several_times_and_stored_once(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    write_pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-    tmp_path: Path,
-) -> None:
+def test_a_history_is_read_several_times_and_stored_once(kafka, make_topic, write_pipeline, start, tmp_path):
     topic = make_topic()
     write_files(tmp_path, 500)
     stream = STREAM.format(more='epochs = 3\ntime = "at"\nshuffle = 64')
@@ -145,13 +129,7 @@ def test_a_history_is_read_several_times_and_stored_once(
 
 
 @pytest.mark.slow
-def test_an_erasure_covers_rows_that_are_not_read_yet_in_all_passes(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    write_pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-    tmp_path: Path,
-) -> None:
+def test_an_erasure_covers_rows_that_are_not_read_yet_in_all_passes(kafka, make_topic, write_pipeline, start, tmp_path):
     topic = make_topic()
     rows = [{**each, "k": "anna" if n % 100 == 7 else f"other-{n}"} for n, each in enumerate(events(1500))]
     table = {name: [each[name] for each in rows] for name in ("x", "y", "k")}
@@ -183,13 +161,8 @@ def test_an_erasure_covers_rows_that_are_not_read_yet_in_all_passes(
 
 @pytest.mark.slow
 def test_the_history_may_be_removed_once_it_is_read_also_from_a_deterministic_stream(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    write_pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-    tmp_path: Path,
-) -> None:
+    kafka, make_topic, produce, write_pipeline, start, tmp_path
+):
     topic = make_topic()
     write_files(tmp_path)
     stream = STREAM.format(more="")
@@ -204,7 +177,7 @@ def test_the_history_may_be_removed_once_it_is_read_also_from_a_deterministic_st
     without = with_history.replace(stream, "")
     assert without != with_history
     config.write_text(without)
-    done_with = forkserver.run(["-m", "learner", "-c", str(config)], env=os.environ)
+    done_with = forkserver.run(["-m", "anabranch.learner", "-c", str(config)], env=os.environ)
     assert done_with.returncode == 2
     said = done_with.stderr.strip().splitlines()[-1]
     assert f"of {FILES} files of the history that are not read to their end, and there is no [stream.backfill]" in said

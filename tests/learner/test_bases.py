@@ -3,38 +3,31 @@
 import hashlib
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anabranch.core.errors import DependencyError
-from ingest.config import SchemaSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.events.schema import Schema
-from ingest.reader.reader import BlockReader
-from learner.build import LearnerSpec
-from learner.config import LearnerSettings, ModelSettings
-from learner.errors import MisfitError
-from learner.evaluation.resident_models import ResidentModels
-from learner.model.base_file import write_base
-from learner.model.trained_set import base_state, trained_state
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.head import decode_head
-from learner.run import learn
-from learner.state_dir.bases import Bases, bases_in
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.state_dir.folders import BASE_FILE
-from learner.state_dir.named_bases import prune_bases
-from learner.state_dir.version import Versions
-from learner.strategies.registry import STRATEGIES
-from tests.learner.learner_bench import ROWS, LearnerBench, Stream
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.learner.assembly import learn
+from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.errors import MisfitError
+from anabranch.learner.evaluate.scoring import ResidentModels
+from anabranch.learner.model.trained_set import base_state, trained_state, write_base
+from anabranch.learner.object_storage.head import decode_head
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.state_dir.bases import Bases, bases_in
+from anabranch.learner.state_dir.folders import BASE_FILE
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.versions.format import Versions
+from anabranch.learner.versions.named_bases import prune_bases
+from tests.learner.learner_bench import OpenStream
 from tests.learner.learner_spec import learner_spec
 
 FACTORY = """
@@ -49,7 +42,7 @@ def build(seed=0, frozen=True):
 """
 
 
-def half_frozen() -> nn.Module:
+def half_frozen():
     """The model of `small_model`, whose first layers do not learn."""
     body = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU()).requires_grad_(False)
     return nn.Sequential(body, nn.Dropout(0.2), nn.Linear(16, 3))
@@ -58,16 +51,14 @@ def half_frozen() -> nn.Module:
 TRAINED = {"0.1.running_mean", "0.1.running_var", "0.1.num_batches_tracked", "2.weight", "2.bias"}
 
 
-def weights_of(bench: LearnerBench) -> dict[str, Tensor]:
+def weights_of(bench):
     return {name: value.clone() for name, value in bench.trainer.model.state_dict().items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["er", "ewc", "lwf", "agem", "der"])
-def test_a_learner_with_frozen_weights_goes_on_from_its_checkpoint_bit_for_bit(
-    make_bench: Callable[..., LearnerBench], tmp_path: Path, name: str
-) -> None:
-    def strategy() -> Any:
+def test_a_learner_with_frozen_weights_goes_on_from_its_checkpoint_bit_for_bit(make_bench, tmp_path, name):
+    def strategy():
         return STRATEGIES[name](**({"every": 3} if name in ("ewc", "lwf") else {}))
 
     through = make_bench(14, half_frozen, strategy=strategy())
@@ -98,7 +89,7 @@ def test_a_learner_with_frozen_weights_goes_on_from_its_checkpoint_bit_for_bit(
     assert resumed.versions.weights(manifest).keys() == TRAINED
 
 
-def test_models_that_score_versions_share_the_base_of_the_trained_model(schema: Schema) -> None:
+def test_models_that_score_versions_share_the_base_of_the_trained_model(schema):
     model = half_frozen()
     chunks = SimpleNamespace(device=torch.device("cpu"), follow=lambda: None)
     weights = {name: value + 1 for name, value in trained_state(model).items()}
@@ -111,24 +102,12 @@ def test_models_that_score_versions_share_the_base_of_the_trained_model(schema: 
     assert resident.nbytes == sum(value.nbytes for value in trained_state(model).values())
 
 
-class OpenStream(Stream):
-    """A topic that is opened as the reader of a learner is."""
-
-    history = None
-
-    def open(self, positions: Mapping[TopicPartition, Position], *_args: object, **_named: object) -> None:
-        self.next = sum(position.offset for position in positions.values()) // ROWS
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
 @pytest.fixture
-def run(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., None]]:
+def run(tmp_path, schema):
     """Runs a learner over 4 blocks, with these `model.args`."""
     (tmp_path / "model_with_base.py").write_text(FACTORY)
 
-    def start(host: str = "var", storage: StorageSettings | None = None, **args: Any) -> None:
+    def start(host="var", storage=None, **args):
         stop = threading.Event()
         stream = OpenStream(schema, 4, stop)
         deployment = spec(tmp_path, schema.settings, state_dir=tmp_path / host, storage=storage, args=args)
@@ -137,7 +116,7 @@ def run(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., None]]:
     return start
 
 
-def spec(folder: Path, events: SchemaSettings, args: dict[str, Any], **more: Any) -> LearnerSpec:
+def spec(folder, events, args, **more):
     model = ModelSettings.model_validate({"factory": "model_with_base:build", "args": args})
     options = LearnerSettings.model_validate(
         {"batch_size": 31, "max_delay": "1ms", "status": "127.0.0.1:0", "device": "cpu"}
@@ -147,9 +126,7 @@ def spec(folder: Path, events: SchemaSettings, args: dict[str, Any], **more: Any
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_learner_writes_its_base_before_what_names_it_and_deletes_it_after_the_last(
-    run: Callable[..., None], tmp_path: Path, schema: Schema
-) -> None:
+def test_a_learner_writes_its_base_before_what_names_it_and_deletes_it_after_the_last(run, tmp_path, schema):
     state_dir = tmp_path / "var"
     run()
     (first,) = bases_in(state_dir).digests()
@@ -173,9 +150,7 @@ def test_a_learner_writes_its_base_before_what_names_it_and_deletes_it_after_the
     assert second != first
 
 
-def test_a_version_of_another_base_is_no_baseline(
-    make_bench: Callable[..., LearnerBench], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_version_of_another_base_is_no_baseline(make_bench, caplog):
     bench = make_bench(4, half_frozen)
     bench.versions.base = "a" * 64
     bench.run()
@@ -192,9 +167,7 @@ def test_a_version_of_another_base_is_no_baseline(
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mirror", "only"])
-def test_a_learner_uploads_its_base_and_one_on_another_host_goes_on_with_it(
-    run: Callable[..., None], tmp_path: Path, mode: str
-) -> None:
+def test_a_learner_uploads_its_base_and_one_on_another_host_goes_on_with_it(run, tmp_path, mode):
     storage = StorageSettings.model_validate({"url": f"file://{tmp_path}/bucket", "mode": mode})
     run(storage=storage)
     (base,) = bases_in(tmp_path / "var").digests()
@@ -210,14 +183,12 @@ def test_a_learner_uploads_its_base_and_one_on_another_host_goes_on_with_it(
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_full_disk_ends_a_learner_before_anything_names_its_base(
-    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_args: object) -> None:
+def test_a_full_disk_ends_a_learner_before_anything_names_its_base(run, tmp_path, monkeypatch):
+    def full(*_args):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("learner.state_dir.bases.write_durably", full)
+        patch.setattr("anabranch.learner.state_dir.bases.write_durably", full)
         with pytest.raises(
             DependencyError, match=r"the frozen weights of the model cannot be written to .*No space left"
         ):
@@ -229,7 +200,7 @@ def test_a_full_disk_ends_a_learner_before_anything_names_its_base(
     assert len(bases_in(tmp_path / "var").digests()) == 1
 
 
-def test_a_base_that_a_kill_left_without_a_version_is_used_and_a_damaged_one_written_again(tmp_path: Path) -> None:
+def test_a_base_that_a_kill_left_without_a_version_is_used_and_a_damaged_one_written_again(tmp_path):
     bases, model = Bases(tmp_path / "bases"), half_frozen()
     sha256 = write_base(bases, model)
     assert sha256 is not None
@@ -246,7 +217,7 @@ def test_a_base_that_a_kill_left_without_a_version_is_used_and_a_damaged_one_wri
     assert (bases.path / sha256 / BASE_FILE).stat().st_size == written.st_size
 
 
-def test_only_bases_that_nothing_names_are_deleted(tmp_path: Path, schema: Schema) -> None:
+def test_only_bases_that_nothing_names_are_deleted(tmp_path, schema):
     """A checkpoint that was set aside may be put back, and one without tensors fits any base."""
     bases, checkpoints = bases_in(tmp_path), Checkpoints(tmp_path / "checkpoints", schema.digest, 1)
     digests = [hashlib.sha256(bytes([number])).hexdigest() for number in range(4)]
@@ -255,7 +226,7 @@ def test_only_bases_that_nothing_names_are_deleted(tmp_path: Path, schema: Schem
     for number, tensors in ((1, {"model": {}}), (2, {"model": {}}), (3, {})):
         checkpoints.base = digests[number - 1]
         checkpoints.write(number, Checkpoint(1, tensors, {}), 1.0)
-    checkpoints.set_aside(2)
+    checkpoints.storage.set_aside(2)
     assert checkpoints.manifest(3).base is None
 
     prune_bases(tmp_path, digests[3])
@@ -264,6 +235,6 @@ def test_only_bases_that_nothing_names_are_deleted(tmp_path: Path, schema: Schem
     prune_bases(tmp_path / "none", None)
 
 
-def test_a_model_without_frozen_weights_has_no_base(tmp_path: Path) -> None:
+def test_a_model_without_frozen_weights_has_no_base(tmp_path):
     assert write_base(Bases(tmp_path / "bases"), nn.Linear(2, 2)) is None
     assert not (tmp_path / "bases").exists()

@@ -1,33 +1,30 @@
 """One event far from all others decides no class mean, covariance or importance permanently."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import LearnerSettings
-from learner.model.device import choose_precision
-from learner.model.embedding import Embedding
-from learner.model.factory import forward
-from learner.model.task import Classification
-from learner.strategies.base import Strategy
-from learner.strategies.bounded import shortened
-from learner.strategies.ewc import ElasticWeights
-from learner.strategies.growing.experts import Experts
-from learner.strategies.ncm import NearestClassMean
-from learner.strategies.slda import StreamingDiscriminant
-from learner.training.trainer import Trainer
-from tests.support.strategies import extended
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.factory import forward
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.base import shortened
+from anabranch.learner.strategies.ewc import ElasticWeights
+from anabranch.learner.strategies.experts import Experts
+from anabranch.learner.strategies.ncm import NearestClassMean, StreamingDiscriminant
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.testing.strategies import extended
 
 CPU = torch.device("cpu")
 STEPS = 60
 
 
-def trainer_of(strategy: Strategy) -> Trainer:
+def trainer_of(strategy):
     torch.manual_seed(0)
     features = {"x": {"dtype": "float32", "shape": [4]}}
     schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
@@ -37,10 +34,10 @@ def trainer_of(strategy: Strategy) -> Trainer:
         strategy = extended(strategy, model, schema, embedding="0")
     embedding = Embedding(model, "1") if isinstance(strategy, NearestClassMean) else None
     precision = choose_precision("fp32", CPU)
-    return Trainer(model, Classification(), strategy, schema, settings, CPU, precision, embedding)
+    return Trainer(TrainingSetup(model, Classification(), strategy, schema, settings, CPU, precision, embedding))
 
 
-def events(random: np.random.Generator, n: int = 64, far: float = 0.0) -> dict[str, Any]:
+def events(random, n=64, far=0.0):
     label = random.integers(0, 3, n)
     x = random.normal(size=(n, 4)) * 0.5 + 2 * np.eye(4)[label]
     if far:
@@ -48,7 +45,7 @@ def events(random: np.random.Generator, n: int = 64, far: float = 0.0) -> dict[s
     return {"feature.x": x.astype(np.float32), "label": label, "weight": np.ones(n, np.float32)}
 
 
-def accuracy(make: Any, far: float) -> float:
+def accuracy(make, far):
     trainer, random = trainer_of(make()), np.random.default_rng(1)
     for step in range(STEPS):
         columns = events(random, far=far if step in (0, 20) else 0.0)
@@ -67,12 +64,12 @@ def accuracy(make: Any, far: float) -> float:
     [NearestClassMean, StreamingDiscriminant, lambda: Experts(size=5.0), lambda: ElasticWeights(every=10)],
     ids=["ncm", "slda", "experts", "ewc"],
 )
-def test_two_events_far_away_leave_the_accuracy(make: Any, far: float) -> None:
+def test_two_events_far_away_leave_the_accuracy(make, far):
     assert accuracy(make, 0.0) > 0.9
     assert accuracy(make, far) > accuracy(make, 0.0) - 0.03
 
 
-def test_the_usual_length_follows_the_stream_and_not_one_event() -> None:
+def test_the_usual_length_follows_the_stream_and_not_one_event():
     usual, random = torch.zeros((), dtype=torch.float64), np.random.default_rng(0)
     for step in range(100):
         vectors = torch.from_numpy(random.normal(size=(20, 8)))

@@ -2,35 +2,30 @@
 
 import itertools
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ingest.config import SchemaSettings
-from ingest.kafka.fake import fake_columns
-from learner.build import LearnerSpec, build_trainer, build_training_setup
-from learner.config import (
-    LearnerSettings,
-    ModelSettings,
-)
-from learner.errors import ModelError
-from learner.search.latency import ServedBatch
-from learner.search.trainer import SearchingTrainer
-from learner.sections.search import SearchSettings
-from learner.strategies.examples import Examples
-from learner.strategies.registry import STRATEGIES
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.assembly import build_trainer
+from anabranch.learner.errors import ModelError
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.pipeline import ServedSettings
+from anabranch.learner.settings.search import SearchSettings
+from anabranch.learner.strategies.examples import Examples
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.build import build_training_setup
+from anabranch.learner.versions.origin import settings_of_weights
 from tests.learner.learner_spec import learner_spec
 
 CPU = torch.device("cpu")
 SOURCE = """
 import torch
 from torch import nn
-from learner.model.task import Classification
+from anabranch.learner.model.task import Classification
 
 
 def build(size=8):
@@ -54,13 +49,13 @@ names = (f"anabranch_test_build_{number}" for number in itertools.count())
 
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LearnerSpec]:
+def spec(tmp_path, monkeypatch):
     """`spec(model={}, **learner)`: the settings of a learner of small images."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     name = next(names)
     (tmp_path / f"{name}.py").write_text(SOURCE)
 
-    def make(model: dict[str, Any] | None = None, **learner: Any) -> LearnerSpec:
+    def make(model=None, **learner):
         task = (model or {}).get("task", "classification")
         task = f"{name}:{task}" if task in ("Own", "Undistilled") else task
         settings = ModelSettings.model_validate({"factory": f"{name}:build", **(model or {}), "task": task})
@@ -70,7 +65,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Learn
     return make
 
 
-def test_a_task_that_fails_under_autocast_is_refused_before_the_first_step(spec: Callable[..., LearnerSpec]) -> None:
+def test_a_task_that_fails_under_autocast_is_refused_before_the_first_step(spec):
     build_training_setup(spec({"task": "Own"}, precision="fp32"), CPU)
     with pytest.raises(ModelError, match=r"Own\.loss fails in training, in bf16 by autocast .*unsafe to autocast"):
         build_training_setup(spec({"task": "Own"}, precision="bf16"), CPU)
@@ -79,9 +74,7 @@ def test_a_task_that_fails_under_autocast_is_refused_before_the_first_step(spec:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "progressive"])  # of linear layers
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_channels_last_learns_what_contiguous_weights_learn(
-    spec: Callable[..., LearnerSpec], strategy: str, precision: str
-) -> None:
+def test_channels_last_learns_what_contiguous_weights_learn(spec, strategy, precision):
     """With each strategy, and from a checkpoint on, whose tensors are contiguous."""
     losses = []
     for last in (False, True):
@@ -115,34 +108,31 @@ def test_channels_last_learns_what_contiguous_weights_learn(
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if precision == "fp32" else 0.1, abs=1e-4)
 
 
-def test_a_section_search_builds_a_trainer_with_challengers(spec: Callable[..., LearnerSpec]) -> None:
+def test_a_section_search_builds_a_trainer_with_challengers(spec):
     """A version's settings have the section, since weights depend on it."""
     plain = spec({}, precision="fp32")
-    searching = replace(plain, search=SearchSettings(challengers=2))
+    searching = plain.with_changes(search=SearchSettings(challengers=2))
     setup = build_training_setup(searching, CPU)
-    trainer = build_trainer(setup, None, deployment=searching)
-    assert isinstance(trainer, SearchingTrainer)
+    trainer = build_trainer(setup, None, spec=searching)
     events = fake_columns(setup.schema, range(8), label=[0, 1, 2])
     for _ in range(3):
         assert trainer.step(trainer.examples(events)).finite
-    assert trainer.search_report.steps == 6
-    assert searching.settings_of_weights["search"]["challengers"] == 2
-    assert "search" not in plain.settings_of_weights
+    assert trainer.wrappers[0].report.steps == 6
+    assert settings_of_weights(searching)["search"]["challengers"] == 2
+    assert "search" not in settings_of_weights(plain)
 
 
 @pytest.mark.parametrize("size", [12, 13], ids=["fits", "has another output"])
-def test_a_space_with_arguments_of_the_factory_builds_their_networks(
-    spec: Callable[..., LearnerSpec], size: int
-) -> None:
+def test_a_space_with_arguments_of_the_factory_builds_their_networks(spec, size):
     """13 channels have one output more."""
-    served = ServedBatch(4, timedelta(hours=1))
+    served = ServedSettings(max_batch=4, slo=timedelta(hours=1))
     search = SearchSettings(challengers=1, space={"model.args.size": (size, size + 1)})
-    searching = replace(spec({"args": {"size": 8}}, precision="fp32"), search=search, served=served)
+    searching = spec({"args": {"size": 8}}, precision="fp32").with_changes(search=search, serving=served)
     setup = build_training_setup(searching, CPU)
-    trainer = build_trainer(setup, None, deployment=searching)
+    trainer = build_trainer(setup, None, spec=searching)
     events = fake_columns(setup.schema, range(8), label=[0, 1, 2])
     assert trainer.step(trainer.examples(events)).finite
-    report = trainer.search_report
+    report = trainer.wrappers[0].report
     assert report is not None
     assert report.given == {"model.args.size": 8.0}
     if size == 13:
@@ -151,9 +141,9 @@ def test_a_space_with_arguments_of_the_factory_builds_their_networks(
         assert [(each.values["model.args.size"], each.taught) for each in report.challengers] == [(12.0, 1)]
 
 
-def test_networks_need_a_task_by_which_they_learn_from_the_model(spec: Callable[..., LearnerSpec]) -> None:
+def test_networks_need_a_task_by_which_they_learn_from_the_model(spec):
     space = {"model.args.size": (4, 32)}
-    searching = replace(spec({"args": {"size": 8}, "task": "Undistilled"}), search=SearchSettings(space=space))
+    searching = spec({"args": {"size": 8}, "task": "Undistilled"}).with_changes(search=SearchSettings(space=space))
     setup = build_training_setup(searching, CPU)
     with pytest.raises(ModelError, match=r"has no method distil, .* take those keys out of search\.space"):
-        build_trainer(setup, None, deployment=searching)
+        build_trainer(setup, None, spec=searching)

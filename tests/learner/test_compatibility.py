@@ -1,7 +1,6 @@
 """Whatever the table lets pass learns; whatever it refuses is refused with one sentence."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -9,21 +8,23 @@ import torch
 from torch import nn
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.build import TrainingSetup, build_trainer
-from learner.compatibility import RULES, conflicts, facts
-from learner.config import DeviceSharingSettings, LearnerSettings, ModelSettings
-from learner.distributed.channel import Channel
-from learner.model.device import Precision, choose_precision
-from learner.model.embedding import Embedding
-from learner.model.task import Classification
-from learner.strategies.registry import STRATEGIES
-from learner.training import compile as compiled
-from learner.training.trainer import Trainer
-from replay.config import ReplaySettings
-from tests.support.strategies import extended, small_strategy
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.learner.assembly import build_trainer
+from anabranch.learner.model.device import Precision, choose_precision
+from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.task import Classification
+from anabranch.learner.parallel.channel import Channel
+from anabranch.learner.settings.compatibility import RULES, conflicts
+from anabranch.learner.settings.learner import DeviceSharingSettings, LearnerSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train import converters as compiled
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.testing.strategies import extended
+from tests.support.facts import facts_of
+from tests.support.strategies import small_strategy
 
 CPU = torch.device("cpu")
 AXES: dict[str, list[Any]] = {
@@ -35,7 +36,7 @@ AXES: dict[str, list[Any]] = {
 }
 
 
-def cells() -> Iterator[Any]:
+def cells():
     """Every combination; of those that are compiled, which take a second, each strategy alone and all with ER."""
     for values in itertools.product(*AXES.values()):
         cell = dict(zip(AXES, values, strict=True))
@@ -44,16 +45,16 @@ def cells() -> Iterator[Any]:
             yield pytest.param(cell, id=" ".join(str(value) for value in values))
 
 
-def traced_ahead(cell: dict[str, Any]) -> bool:
+def traced_ahead(cell):
     """Whether backward is traced as well, which takes twice as long: each value of each axis is, once or more."""
     return (cell["precision"], cell["micro_batch_size"]) == ("fp32", None) or cell["strategy"] == "er"
 
 
 @pytest.mark.parametrize("cell", list(cells()))
 @pytest.mark.slow
-def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_refused_learns(schema, cell, monkeypatch):
     settings = LearnerSettings.model_validate({**cell, "optimizer": {"name": "adam", "lr": 0.05}})
-    if list(conflicts(facts(settings, ReplaySettings()))):
+    if list(conflicts(facts_of(learner=settings))):
         grows = cell["strategy"] in {"experts", "progressive"}
         assert cell["compile"] or grows
         assert cell["activation_checkpointing"] or cell["strategy"] == "agem" or grows
@@ -64,8 +65,8 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
     model = nn.Sequential(nn.Linear(3, 16), norm, nn.ReLU(), nn.Linear(16, 3))
     strategy = extended(small_strategy(cell["strategy"]), model, schema)
     precision = choose_precision(settings.precision, CPU)
-    embedding = Embedding(model, "2") if strategy.embeds else None
-    trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, precision, embedding)
+    embedding = Embedding(model, "2") if strategy.kind.embeds else None
+    trainer = Trainer(TrainingSetup(model, Classification(), strategy, schema, settings, CPU, precision, embedding))
     losses = []
     for _ in range(12):
         columns = fake_columns(schema, range(12), label=[0, 1, 2])
@@ -90,7 +91,7 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
         (
             {"compile": True, "activation_checkpointing": ["0"]},
             {},
-            "learner.compile = true does not go with learner.activation_checkpointing = ['0']: the compiler",
+            "learner.compile = true does not go with learner.activation_checkpointing = ['0']: modules that",
         ),
         (
             {"deterministic": True},
@@ -116,12 +117,12 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
         (
             {"sharding": "fsdp", "strategy": "mir"},
             {},
-            'learner.strategy = "mir" does not go with learner.sharding = "fsdp": it needs full weights',
+            'learner.strategy = "mir" does not go with learner.sharding = "fsdp": it needs all weights',
         ),
         (
             {"sharding": "fsdp", "optimizer": {"name": "adafactor"}},
             {},
-            'learner.optimizer = "adafactor" does not go with learner.sharding = "fsdp": it keeps averages',
+            'learner.optimizer = "adafactor" does not go with learner.sharding = "fsdp": it takes whole weights',
         ),
         (
             {"sharding": "fsdp", "compile": True},
@@ -162,10 +163,8 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_sentence(
-    learner: dict[str, Any], replay: dict[str, Any], sentence: str
-) -> None:
-    chosen = facts(LearnerSettings.model_validate(learner), ReplaySettings.model_validate(replay))
+def test_what_does_not_go_together_is_one_sentence(learner, replay, sentence):
+    chosen = facts_of(learner=learner, replay=replay)
     ((key, said),) = conflicts(chosen)
     assert said.startswith(sentence)
     assert said.startswith(key)
@@ -195,32 +194,30 @@ def test_what_does_not_go_together_is_one_sentence(
         ({"base_precision": "nf4"}, {"sharding": "zero1", "replicas": 2}, None),
     ],
 )
-def test_adapters_go_with_what_keeps_their_layers(
-    adapter: dict[str, Any], learner: dict[str, Any], sentence: str | None
-) -> None:
+def test_adapters_go_with_what_keeps_their_layers(adapter, learner, sentence):
     model = ModelSettings.model_validate({"factory": "m:build", "adapter": adapter})
-    chosen = facts(LearnerSettings.model_validate(learner), ReplaySettings(), model=model)
+    chosen = facts_of(learner=learner, model=model)
     assert [said for _, said in conflicts(chosen)] == ([] if sentence is None else [sentence])
 
 
-def test_compiled_code_has_no_layers_to_yield_between() -> None:
+def test_compiled_code_has_no_layers_to_yield_between():
     share = DeviceSharingSettings.model_validate({"yield_at": "layer"})
-    assert list(conflicts(facts(LearnerSettings(), ReplaySettings(), sharing=share))) == []
-    chosen = facts(LearnerSettings.model_validate({"compile": True}), ReplaySettings(), sharing=share)
+    assert list(conflicts(facts_of(device_sharing=share))) == []
+    chosen = facts_of(learner={"compile": True}, device_sharing=share)
     ((key, said),) = conflicts(chosen)
     assert key == "device_sharing.yield_at"
     assert said == (
         'device_sharing.yield_at = "layer" does not go with learner.compile = true: '
-        'compiled code runs across the borders of layers; write "micro-batch"'
+        'it runs across the borders of layers; write "micro-batch"'
     )
 
 
-def test_a_percentage_under_mps_overrides_multiprocessors() -> None:
+def test_a_percentage_under_mps_overrides_multiprocessors():
     for settings in ({"sms": 16}, {"mps_percentage": 50}):
         alone = DeviceSharingSettings.model_validate(settings)
-        assert list(conflicts(facts(LearnerSettings(), ReplaySettings(), sharing=alone))) == []
+        assert list(conflicts(facts_of(device_sharing=alone))) == []
     both = DeviceSharingSettings(sms=16, mps_percentage=50)
-    ((key, said),) = conflicts(facts(LearnerSettings(), ReplaySettings(), sharing=both))
+    ((key, said),) = conflicts(facts_of(device_sharing=both))
     assert key == "device_sharing.sms"
     assert said == (
         "device_sharing.sms = 16 does not go with device_sharing.mps_percentage = 50: "
@@ -228,17 +225,17 @@ def test_a_percentage_under_mps_overrides_multiprocessors() -> None:
     )
 
 
-def test_deterministic_batches_need_files_that_are_partitions() -> None:
+def test_deterministic_batches_need_files_that_are_partitions():
     files = {"files": ["/x/*.parquet"]}
     identity = {"partition": "p", "offset": "o"}
-    learner, replay = LearnerSettings.model_validate({"deterministic": True}), ReplaySettings()
+    learner = LearnerSettings.model_validate({"deterministic": True})
     alone, both = (
         StreamSettings.model_validate({"topics": ["events"], "backfill": backfill})
         for backfill in (files, {**files, "identity": identity})
     )
-    assert list(conflicts(facts(learner, replay, alone))) == []
-    assert list(conflicts(facts(LearnerSettings(), replay, both))) == []
-    ((key, said),) = conflicts(facts(learner, replay, both))
+    assert list(conflicts(facts_of(learner=learner, stream=alone))) == []
+    assert list(conflicts(facts_of(stream=both))) == []
+    ((key, said),) = conflicts(facts_of(learner=learner, stream=both))
     assert key == "learner.deterministic"
     assert said == (
         "learner.deterministic = true does not go with stream.backfill.identity = true: files may have one partition "
@@ -246,11 +243,10 @@ def test_deterministic_batches_need_files_that_are_partitions() -> None:
     )
 
 
-def test_each_rule_is_of_keys_that_there_are() -> None:
-    sections = (ReplaySettings(), StreamSettings(topics=("events",)), DeviceSharingSettings())
-    known = set(facts(LearnerSettings(), *sections, ModelSettings(factory="my_model:build")))
-    assert {key for rule in RULES for key in (rule.key, rule.other)} <= known | {"torchrun --nnodes"}
-    assert list(conflicts(facts(LearnerSettings(), ReplaySettings()))) == []
+def test_each_rule_is_of_keys_that_there_are():
+    known = set(facts_of())
+    assert {key for rule in RULES for key in (rule.choice.key, rule.other.key)} <= known | {"torchrun --nnodes"}
+    assert list(conflicts(facts_of())) == []
 
 
 @pytest.mark.parametrize(
@@ -261,13 +257,9 @@ def test_each_rule_is_of_keys_that_there_are() -> None:
         ("mesh", {"tensor": 2}, r"mesh\.tensor, pipeline or expert above 1"),
     ],
 )
-def test_a_device_that_makes_auto_fp16_is_refused_where_losses_would_be_scaled_differently(
-    schema: Schema, key: str, value: Any, named: str
-) -> None:
+def test_a_device_that_makes_auto_fp16_is_refused_where_losses_would_be_scaled_differently(schema, key, value, named):
     settings = LearnerSettings.model_validate({"replicas": 2, key: value})
     half, strategy = Precision("fp16", torch.float16), STRATEGIES["er"]()
-    bench = TrainingSetup(
-        *(schema, Classification(), nn.Linear(3, 3), None, half, CPU, strategy, settings), output_shape=(3,)
-    )
+    bench = TrainingSetup(nn.Linear(3, 3), Classification(), strategy, schema, settings, CPU, half, output_shape=(3,))
     with pytest.raises(SettingsError, match=rf'learner.precision = "auto" is fp16 here.*{named}.*"fp32"'):
         build_trainer(bench, cast("Channel", object()), None)

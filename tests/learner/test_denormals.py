@@ -1,7 +1,6 @@
 """Numbers too small for the processor's fast path: what an optimizer keeps fades into them, and a learner has none."""
 
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +8,10 @@ from torch import nn
 
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from learner.__main__ import deployment_of
-from learner.config import OptimizerSettings
-from learner.model.device import without_denormals
-from learner.run import learn
-from learner.training.optimizers import build_optimizer
+from anabranch.learner.assembly import learn
+from anabranch.learner.model.device import without_denormals
+from anabranch.learner.settings.learner import OptimizerSettings
+from anabranch.learner.train.optimizers import build_optimizer
 from tests.pipelines import write_pipeline
 
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="torch cannot flush on this processor")
@@ -25,7 +23,7 @@ def build():
 """
 
 
-def denormals() -> int:
+def denormals():
     """Return how many of a hundred moments are denormal once their weights have had no gradient for long."""
     weight = nn.Parameter(torch.ones(100))
     optimizer = build_optimizer(OptimizerSettings(), [weight])
@@ -37,15 +35,15 @@ def denormals() -> int:
     return int(((moment != 0) & (moment.abs() < torch.finfo(torch.float32).tiny)).sum())
 
 
-def test_moments_of_weights_without_a_gradient_become_denormal_unless_those_are_flushed() -> None:
+def test_moments_of_weights_without_a_gradient_become_denormal_unless_those_are_flushed():
     assert denormals() == 100
     with without_denormals(CPU):
         assert denormals() == 0
     assert denormals() == 100
 
 
-def test_a_learner_flushes_them(tmp_path: Path) -> None:
+def test_a_learner_flushes_them(tmp_path):
     config = load_config(write_pipeline(tmp_path, "127.0.0.1:1", "events", "", model=MODEL, status="127.0.0.1:0"))
     with pytest.raises(SettingsError, match=r"a tenth of the least is 0\.0"):
-        learn(deployment_of(config), threading.Event())
+        learn(config.pipeline, threading.Event())
     assert float(torch.tensor(1e-38) * 0.1) > 0

@@ -1,31 +1,33 @@
 """Early negatives and their correction: the gradient by hand, and what it is on average."""
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.kafka.fake import Columns, fake_columns
-from learner.config import LearnerSettings
-from learner.distributed.scatter import layout_of, packed, unpacked
-from learner.evaluation.prequential import scored
-from learner.model.cuda_graph import GraphedPass
-from learner.model.device import choose_precision
-from learner.model.features.learned import attach_features, features_of
-from learner.model.task import Classification, Regression
-from learner.strategies.early_negatives import EARLY, Early, check_early, importance
-from learner.strategies.examples import examples_of, pad_single
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
-from tests.learner.training.test_graphs import FakeGraphs
-from tests.learner.training.test_trainer import as_sample
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import Columns, fake_columns
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.evaluate.stream_monitor import scored
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.cuda_graph import GraphedPass
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.features.intercept import GroupIntercept
+from anabranch.learner.model.features.learned import FeatureLearning, features_of
+from anabranch.learner.model.task import Classification, Regression
+from anabranch.learner.parallel.scatter import layout_of, packed, unpacked
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.early_negatives import ImportanceWeights, check_early, importance
+from anabranch.learner.strategies.examples import EARLY, Early, examples_of, pad_single
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from tests.learner.train.test_graphs import FakeGraphs
+from tests.learner.train.test_trainer import as_sample
 
 CPU = torch.device("cpu")
 KINDS = [Early.PLAIN, Early.NEGATIVE, Early.CORRECTED, Early.NEGATIVE]
@@ -33,7 +35,7 @@ LABELS = [1, 0, 1, 0]
 
 
 @pytest.fixture
-def schema() -> Schema:
+def schema():
     return Schema(
         SchemaSettings.model_validate(
             {"features": {"x": {"dtype": "float32", "shape": [4]}}, "label": {"name": "y", "classes": 2}}
@@ -41,25 +43,29 @@ def schema() -> Schema:
     )
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def make_trainer(schema: Schema, model: nn.Module, strategy: str = "er", **settings: object) -> Trainer:
+def make_trainer(schema, model, strategy="er", **settings):
     options = LearnerSettings.model_validate(
         {"optimizer": {"name": "sgd", "lr": 0.5}, "max_grad_norm": float("inf"), **settings}
     )
     precision = choose_precision(options.precision, CPU)
-    return Trainer(model, Classification(), STRATEGIES[strategy](), schema, options, CPU, precision)
+    trained = STRATEGIES[strategy]()
+    wrappers = [ImportanceWeights()]
+    return Trainer(
+        TrainingSetup(model, Classification(), trained, schema, options, CPU, precision, loss_wrappers=wrappers)
+    )
 
 
-def columns_of(schema: Schema, first: int = 0) -> Columns:
+def columns_of(schema, first=0):
     columns = fake_columns(schema, range(first, first + 4), label=LABELS)
     return {**columns, EARLY: np.array(KINDS, np.uint8), "weight": np.array([1, 2, 1, 0.5], np.float32)}
 
 
-def by_hand(model: nn.Module, x: Tensor, label: Tensor, weight: Tensor, rows: int) -> dict[str, Tensor]:
+def by_hand(model, x, label, weight, rows):
     """Return the weights after one step of plain autograd, with the paper's importance weights for the new events."""
     model = copy.deepcopy(model)
     output = model(x)
@@ -77,7 +83,7 @@ def by_hand(model: nn.Module, x: Tensor, label: Tensor, weight: Tensor, rows: in
 
 @pytest.mark.parametrize("strategy", ["none", "er"])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_the_step_is_that_of_the_weighted_loss(schema: Schema, strategy: str, micro_batch_size: int | None) -> None:
+def test_the_step_is_that_of_the_weighted_loss(schema, strategy, micro_batch_size):
     trainer = make_trainer(schema, make_model(), strategy, micro_batch_size=micro_batch_size)
     new = trainer.examples(columns_of(schema))
     old = examples_of(as_sample(fake_columns(schema, range(9, 15), label=[1, 0])), (6,)) if strategy == "er" else []
@@ -95,9 +101,7 @@ def test_the_step_is_that_of_the_weighted_loss(schema: Schema, strategy: str, mi
 
 
 @pytest.mark.parametrize("strategy", ["agem", "der", "der++", "ewc", "lwf", "mir"])
-def test_an_event_that_is_surely_positive_teaches_nothing_as_a_negative_under_any_strategy(
-    schema: Schema, strategy: str
-) -> None:
+def test_an_event_that_is_surely_positive_teaches_nothing_as_a_negative_under_any_strategy(schema, strategy):
     """Its weight (1 - f)(1 + f) is 0, so that the step is the one without it."""
     model = make_model()
     trainer = make_trainer(schema, model, strategy)
@@ -117,7 +121,7 @@ def test_an_event_that_is_surely_positive_teaches_nothing_as_a_negative_under_an
     assert any(not torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
 
 
-def test_the_expected_gradient_over_what_is_observed_is_that_over_the_true_labels() -> None:
+def test_the_expected_gradient_over_what_is_observed_is_that_over_the_true_labels():
     """A simulation: where the model's f is the true p, weighted events of the biased stream have the true gradient."""
     random = np.random.default_rng(0)
     events = 400_000
@@ -141,7 +145,7 @@ def test_the_expected_gradient_over_what_is_observed_is_that_over_the_true_label
 
 
 @pytest.mark.slow
-def test_a_model_trained_on_early_negatives_predicts_the_true_rates(schema: Schema) -> None:
+def test_a_model_trained_on_early_negatives_predicts_the_true_rates(schema):
     """Two kinds of events with rates 0.1 and 0.6: with the weights it is unbiased, without them it predicts p/(1+p)."""
     rates = (0.1, 0.6)
     found = {}
@@ -169,7 +173,7 @@ def test_a_model_trained_on_early_negatives_predicts_the_true_rates(schema: Sche
     assert found[False] == pytest.approx([p / (1 + p) for p in rates], abs=0.06)
 
 
-def test_a_positive_after_the_time_out_takes_the_negative_back() -> None:
+def test_a_positive_after_the_time_out_takes_the_negative_back():
     """With respect to the logits, its gradient is that of the positive minus that of the negative."""
     logits = torch.tensor([[0.5, -1.0], [-2.0, 3.0]], requires_grad=True)
     weight = importance(logits, torch.tensor([Early.TAKEN_BACK] * 2))
@@ -184,25 +188,25 @@ def test_a_positive_after_the_time_out_takes_the_negative_back() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 3])
-def test_a_step_with_events_that_are_taken_back_corrects_what_intercepts_learned_from_them(others: int) -> None:
+def test_a_step_with_events_that_are_taken_back_corrects_what_intercepts_learned_from_them(others):
     group = {"dtype": "int64", "encode": {"learn": 8, "min_count": 1}, "intercept": True}
     settings = {"features": {"x": {"dtype": "float32", "shape": [4]}, "group": group}}
     grouped = Schema(SchemaSettings.model_validate({**settings, "label": {"name": "y", "classes": 2}}))
     model = make_model()
-    attach_features(model, grouped, CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, grouped))
     trainer, learned = make_trainer(grouped, model), features_of(model)
     assert learned is not None
     columns = fake_columns(grouped, range(5 + others), label=[0])
     columns["feature.group"] = np.arange(5 + others) % 3
     first = {name: column[:5] for name, column in columns.items()}
     trainer.step(trainer.examples(first), columns=first)
-    score, information = (learned.intercepts["group"].get_buffer(name) for name in ("score", "information"))
+    score, information = (learned.of(GroupIntercept)["group"].get_buffer(name) for name in ("score", "information"))
     score_before, information_before = score.clone(), information.clone()
     again = columns | {EARLY: np.array([Early.TAKEN_BACK] * 5 + [Early.PLAIN] * others, np.uint8)}
     again["label"] = np.ones_like(columns["label"])
     result = trainer.step(trainer.examples(again), columns=again)
     assert result.finite
-    rows = learned.intercepts["group"].table(torch.arange(3))
+    rows = learned.of(GroupIntercept)["group"].table(torch.arange(3))
     if others:
         assert (information[rows] > information_before[rows]).all()
     else:
@@ -211,7 +215,7 @@ def test_a_step_with_events_that_are_taken_back_corrects_what_intercepts_learned
         assert torch.allclose(change, torch.tensor([[-2.0, 2.0], [-2.0, 2.0], [-1.0, 1.0]]))
 
 
-def test_a_padded_event_and_a_part_keep_their_kind(schema: Schema) -> None:
+def test_a_padded_event_and_a_part_keep_their_kind(schema):
     new = make_trainer(schema, make_model()).examples(columns_of(schema))
     assert new.early_B is not None
     part = pad_single(new[1:2])
@@ -219,7 +223,7 @@ def test_a_padded_event_and_a_part_keep_their_kind(schema: Schema) -> None:
     assert part.early_B.tolist() == [Early.NEGATIVE] * 2
 
 
-def test_other_ranks_get_the_kind_of_each_event(schema: Schema) -> None:
+def test_other_ranks_get_the_kind_of_each_event(schema):
     new = make_trainer(schema, make_model()).examples(columns_of(schema))
     message = packed([[new[:2]], [new[2:]]])[1]
     (received,) = unpacked(message, [layout_of(new)], [2])
@@ -228,10 +232,10 @@ def test_other_ranks_get_the_kind_of_each_event(schema: Schema) -> None:
     assert torch.equal(received.weight_B, new.weight_B[2:])
 
 
-def test_a_graph_computes_the_same_step(schema: Schema) -> None:
+def test_a_graph_computes_the_same_step(schema):
     plain, graphed = make_trainer(schema, make_model()), make_trainer(schema, make_model())
     graphs = FakeGraphs(graphed.model, may_read=False)
-    graphed._passes._graphs = GraphedPass(graphed.model, graphs)
+    graphed.runner._graphs = GraphedPass(graphed.model, graphs)
     for step in range(8):
         columns = columns_of(schema, 4 * step)
         columns[EARLY] = np.roll(columns[EARLY], step % 2 * 2)
@@ -243,7 +247,7 @@ def test_a_graph_computes_the_same_step(schema: Schema) -> None:
         torch.testing.assert_close(value, plain.snapshot()[name], msg=name)
 
 
-def test_kept_predictions_are_scored_by_the_labels_that_came_later() -> None:
+def test_kept_predictions_are_scored_by_the_labels_that_came_later():
     outputs = np.array([[0, 2], [1, 0], [3, 0]], np.float32)
     later = scored(Classification(), outputs, np.array([1, 1, 0]))
     assert (later.rows, later.score) == (3, 2.0)
@@ -261,9 +265,7 @@ def test_kept_predictions_are_scored_by_the_labels_that_came_later() -> None:
         (Classification(), {"classes": 2}, "er-ace", 'learner.strategy = "er-ace" does not compute'),
     ],
 )
-def test_what_has_no_early_negatives_is_refused_in_one_sentence(
-    task: Any, label: dict[str, Any], strategy: str, sentence: str
-) -> None:
+def test_what_has_no_early_negatives_is_refused_in_one_sentence(task, label, strategy, sentence):
     settings = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", **label}}
     label_ = Schema(SchemaSettings.model_validate(settings)).label
     with pytest.raises(SettingsError, match=sentence):

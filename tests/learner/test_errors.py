@@ -1,16 +1,14 @@
 """What a rank makes of an error of torch."""
 
-from pathlib import Path
-
 import pytest
 
-from learner.errors import is_of_a_lost_rank
+from anabranch.learner.errors import is_of_a_lost_rank
 from tests import forkserver
 from tests.support.waiting import PATIENCE_SECONDS
 
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
-from learner.errors import is_of_a_lost_rank
+from anabranch.learner.errors import is_of_a_lost_rank
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4))
@@ -25,7 +23,7 @@ os._exit(0)
 
 
 @pytest.mark.process
-def test_a_lost_rank_is_distinguished_from_other_errors(tmp_path: Path) -> None:
+def test_a_lost_rank_is_distinguished_from_other_errors(tmp_path):
     other = forkserver.start(["-c", PROGRAM, "1", str(tmp_path / "rendezvous")])
     try:
         done = forkserver.run(["-c", PROGRAM, "0", str(tmp_path / "rendezvous")])
@@ -46,5 +44,5 @@ def test_a_lost_rank_is_distinguished_from_other_errors(tmp_path: Path) -> None:
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
     ],
 )
-def test_what_gloo_and_nccl_say_of_a_lost_rank_is_known(said: str) -> None:
+def test_what_gloo_and_nccl_say_of_a_lost_rank_is_known(said):
     assert is_of_a_lost_rank(RuntimeError(said))

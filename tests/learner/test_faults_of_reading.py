@@ -4,22 +4,22 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from learner.checkpointing.checkpoint_pruning import CheckpointPruning
-from learner.checkpointing.erase_checkpoints import Eraser
-from learner.errors import CheckpointError, VersionError
-from learner.resume import ResumePoint
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.state_dir.folders import LocalStorage
-from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
-from replay.erasure.erased_events import ByKey, ErasedEvents
-from replay.erasure.erasure_log import ErasureLog
+from anabranch.learner.checkpoints.checkpointer import CheckpointPruning
+from anabranch.learner.checkpoints.erase_checkpoints import Eraser
+from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.checkpoints.resume import ResumePoint
+from anabranch.learner.errors import CheckpointError, VersionError
+from anabranch.learner.state_dir.folders import Storage
+from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.replay.erasure.erased_events import ByKey, ErasedEvents
+from anabranch.replay.erasure.erasure_log import ErasureLog
 
 ERRORS = pytest.mark.parametrize(
     "number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES], ids=lambda number: errno.errorcode[number]
@@ -28,11 +28,11 @@ FILES_OF_A_CHECKPOINT = ["manifest.json", "state.json", "model.safetensors", "ho
 
 
 @contextmanager
-def failing(path: Path, number: int) -> Iterator[None]:
+def failing(path, number):
     """Make all calls of the operating system for `path` fail."""
 
-    def refusing(real: Callable[..., object]) -> Callable[..., object]:
-        def call(name: object, *args: object, **kwargs: object) -> object:
+    def refusing(real):
+        def call(name, *args, **kwargs):
             if isinstance(name, str | Path) and Path(name) == path:
                 raise OSError(number, os.strerror(number), str(name))
             return real(name, *args, **kwargs)
@@ -45,32 +45,32 @@ def failing(path: Path, number: int) -> Iterator[None]:
         yield
 
 
-def checkpoint_of(number: int) -> Checkpoint:
+def checkpoint_of(number):
     tensors = {"model": {"w": torch.full((4,), float(number))}, "rng": {}, "holdout": {}}
     return Checkpoint(number, tensors, {"ledger": [], "number": number})
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Checkpoints:
+def checkpoints(tmp_path):
     made = Checkpoints(tmp_path / "var" / "checkpoints", "schema", 1)
     for number in (1, 2, 3):
         made.write(number, checkpoint_of(number), 0.0)
     return made
 
 
-def erased() -> ErasedEvents:
+def erased():
     return ErasedEvents([ByKey(number=1, time=0.0, by="command", key_hash="00" * 8, up_to={})])
 
 
-def path_of(checkpoints: Checkpoints, number: int, name: str) -> Path:
+def path_of(checkpoints, number, name):
     return checkpoints.path / str(number) / ("" if name == "manifest.json" else "rank-0") / name
 
 
 @ERRORS
 @pytest.mark.parametrize("name", FILES_OF_A_CHECKPOINT)
 def test_no_older_checkpoint_is_used_instead_of_an_unreachable_one_and_none_is_deleted(
-    checkpoints: Checkpoints, name: str, number: int, tmp_path: Path
-) -> None:
+    checkpoints, name, number, tmp_path
+):
     with failing(path_of(checkpoints, 3, name), number), pytest.raises(OSError, match=name) as caught:
         ResumePoint.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     assert caught.value.errno == number
@@ -80,9 +80,7 @@ def test_no_older_checkpoint_is_used_instead_of_an_unreachable_one_and_none_is_d
 
 
 @ERRORS
-def test_a_checkpoint_folder_that_cannot_be_listed_is_an_error(
-    checkpoints: Checkpoints, number: int, tmp_path: Path
-) -> None:
+def test_a_checkpoint_folder_that_cannot_be_listed_is_an_error(checkpoints, number, tmp_path):
     for path in (checkpoints.path, path_of(checkpoints, 3, "manifest.json")):
         with failing(path, number), pytest.raises(OSError, match="checkpoints"):
             ResumePoint.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
@@ -91,10 +89,8 @@ def test_a_checkpoint_folder_that_cannot_be_listed_is_an_error(
 
 @ERRORS
 @pytest.mark.parametrize("name", FILES_OF_A_CHECKPOINT)
-def test_the_eraser_deletes_no_unreachable_checkpoint(
-    checkpoints: Checkpoints, name: str, number: int, tmp_path: Path
-) -> None:
-    eraser = Eraser(checkpoints, tmp_path / "replay", erased())
+def test_the_eraser_deletes_no_unreachable_checkpoint(checkpoints, name, number, tmp_path):
+    eraser = Eraser(checkpoints, erased())
     with failing(path_of(checkpoints, 2, name), number), pytest.raises(OSError, match=name):
         eraser.run()
     assert checkpoints.numbers() == [1, 2, 3]
@@ -102,30 +98,30 @@ def test_the_eraser_deletes_no_unreachable_checkpoint(
     assert checkpoints.numbers() == [1, 2, 3]
 
 
-def flip(path: Path) -> None:
+def flip(path):
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
 
 
-def become_fifo(path: Path) -> None:
+def become_fifo(path):
     path.unlink()
     os.mkfifo(path)
 
 
-def become_link(path: Path) -> None:
+def become_link(path):
     path.rename(path.with_name("elsewhere"))
     path.symlink_to(path.with_name("elsewhere"))
 
 
-def become_directory(path: Path) -> None:
+def become_directory(path):
     path.unlink()
     path.mkdir()
 
 
-def nest(path: Path) -> None:
+def nest(path):
     path.write_bytes(b'{"z":' + b"[" * 100_000)
 
 
-def point_outside(path: Path) -> None:
+def point_outside(path):
     """Put a name outside the folder into a manifest; delete another file."""
     if path.name != "manifest.json":
         path.unlink()
@@ -135,7 +131,7 @@ def point_outside(path: Path) -> None:
     path.write_text(json.dumps(manifest))
 
 
-def of_another(path: Path) -> None:
+def of_another(path):
     """Replace a manifest by that of another checkpoint; truncate another file."""
     if path.name == "manifest.json":
         path.write_bytes((path.parent.parent / "1" / path.name).read_bytes())
@@ -150,9 +146,7 @@ DAMAGES = pytest.mark.parametrize(
 
 @DAMAGES
 @pytest.mark.parametrize("name", FILES_OF_A_CHECKPOINT)
-def test_a_damaged_checkpoint_is_refused_and_kept_until_enough_newer_ones_are_intact(
-    checkpoints: Checkpoints, name: str, damage: Callable[[Path], None]
-) -> None:
+def test_a_damaged_checkpoint_is_refused_and_kept_until_enough_newer_ones_are_intact(checkpoints, name, damage):
     damage(path_of(checkpoints, 3, name))
     found = checkpoints.newest()
     assert found is not None
@@ -164,9 +158,7 @@ def test_a_damaged_checkpoint_is_refused_and_kept_until_enough_newer_ones_are_in
 
 
 @DAMAGES
-def test_an_error_is_raised_and_nothing_is_deleted_if_all_checkpoints_are_damaged(
-    checkpoints: Checkpoints, damage: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_an_error_is_raised_and_nothing_is_deleted_if_all_checkpoints_are_damaged(checkpoints, damage, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for number in checkpoints.numbers():
@@ -181,17 +173,15 @@ def test_an_error_is_raised_and_nothing_is_deleted_if_all_checkpoints_are_damage
         ResumePoint.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     nest(path_of(checkpoints, 1, "manifest.json"))
     with pytest.raises(OSError, match="all checkpoints are damaged, and are deleted once there is an intact one"):
-        Eraser(checkpoints, tmp_path / "replay", erased()).run()
+        Eraser(checkpoints, erased()).run()
     assert checkpoints.numbers() == [1, 2, 3]
     checkpoints.write(4, checkpoint_of(4), 0.0)
-    Eraser(checkpoints, tmp_path / "replay", erased()).run()
+    Eraser(checkpoints, erased()).run()
     assert checkpoints.numbers() == [4]
     assert victim.read_text() == "precious"
 
 
-def test_a_checkpoint_that_is_a_link_is_refused_and_its_target_is_not_deleted(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_a_link_is_refused_and_its_target_is_not_deleted(checkpoints, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     (checkpoints.path / "3").rename(elsewhere)
     (checkpoints.path / "3").symlink_to(elsewhere)
@@ -201,22 +191,22 @@ def test_a_checkpoint_that_is_a_link_is_refused_and_its_target_is_not_deleted(
     found = checkpoints.newest()
     assert found is not None
     assert found[0] == 1
-    Eraser(checkpoints, tmp_path / "replay", erased()).run()
+    Eraser(checkpoints, erased()).run()
     assert checkpoints.numbers() == [1]
     assert (elsewhere / "manifest.json").exists()
     assert (tmp_path / "parts" / "precious").exists()
 
 
 @pytest.mark.parametrize("name", ["²", "\N{ARABIC-INDIC DIGIT ONE}", "9" * 30, "01"])
-def test_folders_whose_names_are_no_numbers_are_ignored(checkpoints: Checkpoints, name: str) -> None:
+def test_folders_whose_names_are_no_numbers_are_ignored(checkpoints, name):
     shutil.copytree(checkpoints.path / "3", checkpoints.path / name)
-    assert (checkpoints.numbers(), LocalStorage(checkpoints.path).highest()) == ([1, 2, 3], 3)
-    checkpoints.clean()
+    assert (checkpoints.numbers(), Storage(checkpoints.path).highest()) == ([1, 2, 3], 3)
+    checkpoints.storage.clean()
     assert (checkpoints.path / name).exists()
 
 
 @pytest.fixture
-def versions(tmp_path: Path) -> Versions:
+def versions(tmp_path):
     made = Versions(tmp_path / "versions")
     for number in (1, 2):
         manifest = Manifest(
@@ -238,7 +228,7 @@ def versions(tmp_path: Path) -> Versions:
 
 
 @ERRORS
-def test_an_unreachable_version_is_not_refused(versions: Versions, number: int) -> None:
+def test_an_unreachable_version_is_not_refused(versions, number):
     manifest, folder = versions.manifest(2), versions.directory(2)
     reads: dict[Path, Callable[[], object]] = {
         folder / "manifest.json": lambda: versions.manifest(2),
@@ -255,7 +245,7 @@ def test_an_unreachable_version_is_not_refused(versions: Versions, number: int) 
 
 
 @ERRORS
-def test_an_unreachable_generation_is_read_again(versions: Versions, number: int) -> None:
+def test_an_unreachable_generation_is_read_again(versions, number):
     with failing(versions.directory(1) / "manifest.json", number):
         assert versions.stale([1, 2]) == set()
         with pytest.raises(OSError, match="manifest"):
@@ -265,7 +255,7 @@ def test_an_unreachable_generation_is_read_again(versions: Versions, number: int
 
 
 @pytest.mark.parametrize("damage", [flip, become_fifo, become_link, become_directory, nest, point_outside])
-def test_a_damaged_version_is_refused(versions: Versions, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_version_is_refused(versions, damage):
     manifest, folder = versions.manifest(2), versions.directory(2)
     damage(folder / "model.safetensors")
     damage(folder / "manifest.json")

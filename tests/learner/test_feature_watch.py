@@ -3,19 +3,16 @@
 import logging
 
 import numpy as np
-import pytest
 
-from ingest.config import SchemaSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from learner.loop_parts.feature_watch import FeatureWatch
-from learner.model.features.learned import LearnedFeatures
-from learner.stream.ledger import Ledger
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.features.learned import LearnedFeatures
+from anabranch.learner.reporter import FeatureWatch
+from anabranch.learner.stream.ledger import Ledger
 
 
-def test_an_outlier_is_named_by_feature_and_offset_with_the_command_that_undoes_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_outlier_is_named_by_feature_and_offset_with_the_command_that_undoes_it(caplog):
     features = {name: {"dtype": "float32", "scale": "standard"} for name in ("x", "z")}
     schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 2}}))
     learned = LearnedFeatures(schema)

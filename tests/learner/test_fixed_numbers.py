@@ -7,55 +7,60 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import LearnerSettings
-from learner.model.device import choose_precision
-from learner.model.embedding import Embedding
-from learner.model.factory import forward
-from learner.model.features.learned import attach_features, features_of
-from learner.model.task import Classification
-from learner.strategies.base import Strategy
-from learner.strategies.ewc import ElasticWeights
-from learner.strategies.growing.experts import Experts
-from learner.strategies.ncm import NearestClassMean
-from learner.strategies.slda import StreamingDiscriminant
-from learner.training.trainer import Trainer
-from tests.support.strategies import extended
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.factory import forward
+from anabranch.learner.model.features.learned import FeatureLearning, features_of
+from anabranch.learner.model.features.numbers import LearnedNumber
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.ewc import ElasticWeights
+from anabranch.learner.strategies.experts import Experts
+from anabranch.learner.strategies.ncm import NearestClassMean, StreamingDiscriminant
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.testing.strategies import extended
 
 CPU = torch.device("cpu")
 CENTRES = np.array([-1.0, 1.0, 300.0, 400.0])
 WIDTHS = np.array([0.4, 0.4, 20.0, 20.0])
 
 
-def trainer_of(strategy: Strategy, scale: str) -> Trainer:
+def trainer_of(strategy, scale):
     torch.manual_seed(0)
     x = {"dtype": "float32", "shape": [4], "scale": scale}
     schema = Schema(SchemaSettings.model_validate({"features": {"x": x}, "label": {"name": "y", "classes": 4}}))
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
-    attach_features(model, schema, CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, schema))
     settings = LearnerSettings.model_validate({"optimizer": {"name": "adamw", "lr": 0.01}})
     embedding = None
     if isinstance(strategy, Experts):
         strategy = extended(strategy, model, schema, embedding="0")
     elif isinstance(strategy, NearestClassMean):
         embedding = Embedding(model, "3")
-    return Trainer(model, Classification(), strategy, schema, settings, CPU, choose_precision("fp32", CPU), embedding)
+    return Trainer(
+        TrainingSetup(
+            model, Classification(), strategy, schema, settings, CPU, choose_precision("fp32", CPU), embedding
+        )
+    )
 
 
-def events(random: np.random.Generator, classes: tuple[int, ...], n: int = 64) -> dict[str, Any]:
+def events(random, classes, n=64):
     label = np.array(classes)[np.arange(n) % len(classes)].astype(np.int64)
     x = (CENTRES[label][:, None] + WIDTHS[label][:, None] * random.standard_normal((n, 4))).astype(np.float32)
     return {"feature.x": x, "label": label, "weight": np.ones(n, np.float32), "time_ms": np.ones(n, np.int64)}
 
 
-def train(trainer: Trainer, random: np.random.Generator, classes: tuple[int, ...], steps: int) -> None:
+def train(trainer, random, classes, steps):
     for _ in range(steps):
         columns = events(random, classes)
         trainer.step(trainer.examples(columns), columns=columns)
 
 
-def accuracy(trainer: Trainer, columns: dict[str, Any]) -> float:
+def accuracy(trainer, columns):
     trainer.model.eval()
     with torch.no_grad():
         output = forward(trainer.model, {"x": torch.from_numpy(columns["feature.x"])})
@@ -74,7 +79,7 @@ def accuracy(trainer: Trainer, columns: dict[str, Any]) -> float:
     ],
     ids=["experts", "slda", "ncm"],
 )
-def test_classes_are_kept_although_later_ones_have_another_range(make: Any, scale: str) -> None:
+def test_classes_are_kept_although_later_ones_have_another_range(make, scale):
     trainer, random = trainer_of(make(), scale), np.random.default_rng(1)
     test = events(random, (0, 1), 1000)
     train(trainer, random, (0, 1), 60)
@@ -83,7 +88,7 @@ def test_classes_are_kept_although_later_ones_have_another_range(make: Any, scal
     assert accuracy(trainer, test) > 0.95
 
 
-def test_class_means_are_those_of_one_space_alone() -> None:
+def test_class_means_are_those_of_one_space_alone():
     trainer, random = trainer_of(NearestClassMean(), "standard"), np.random.default_rng(1)
     strategy: Any = trainer.strategy
     train(trainer, random, (0, 1), 15)
@@ -98,7 +103,7 @@ def test_class_means_are_those_of_one_space_alone() -> None:
     assert all(torch.equal(value, before[name]) for name, value in learned.state_dict().items())
 
 
-def test_ewc_fixes_scales_when_it_first_pulls_weights_to_an_anchor() -> None:
+def test_ewc_fixes_scales_when_it_first_pulls_weights_to_an_anchor():
     trainer, random = trainer_of(ElasticWeights(every=3), "standard"), np.random.default_rng(1)
     learned = features_of(trainer.model)
     assert learned is not None
@@ -108,17 +113,17 @@ def test_ewc_fixes_scales_when_it_first_pulls_weights_to_an_anchor() -> None:
     assert learned.numbers_are_fixed
 
 
-def test_values_beyond_a_fixed_scale_are_measured() -> None:
+def test_values_beyond_a_fixed_scale_are_measured():
     trainer, random = trainer_of(ElasticWeights(every=20), "standard"), np.random.default_rng(1)
     learned = features_of(trainer.model)
     assert learned is not None
     train(trainer, random, (0, 1), 30)
-    assert learned.numbers["x"].beyond == 0
+    assert learned.of(LearnedNumber)["x"].beyond == 0
     train(trainer, random, (2, 3), 30)
-    assert 0.2 < learned.numbers["x"].beyond < 1
+    assert 0.2 < learned.of(LearnedNumber)["x"].beyond < 1
 
 
-def test_fixed_scales_stay_so_when_weights_are_loaded() -> None:
+def test_fixed_scales_stay_so_when_weights_are_loaded():
     one, other = (trainer_of(NearestClassMean(), "standard") for _ in range(2))
     train(one, np.random.default_rng(0), (0, 1), 20)
     other.model.load_state_dict(one.model.state_dict())

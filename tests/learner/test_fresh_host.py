@@ -1,24 +1,21 @@
 """A learner on a host that has only the checkpoints continues as the original, bit for bit."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from anabranch.core.stream_secret import StreamSecret
-from ingest.events.hold_out import held_out
-from ingest.events.identity import partition_base
-from ingest.events.partition import TopicPartition
-from learner.config import GateSettings
-from learner.object_storage.head import HEAD, decode_head
-from learner.state_dir.checkpoint import ROWS, Checkpoints
-from replay.tiers.disk_files import read_header
-from tests.learner.learner_bench import TIERS, LearnerBench
-from tests.pipelines import LINEAR, Learner, adds_up, events, write_pipeline
+from anabranch.ingest.events.hold_out import held_out
+from anabranch.ingest.events.identity import partition_base
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.learner.checkpoints.format import ROWS, Checkpoints
+from anabranch.learner.object_storage.head import HEAD, decode_head
+from anabranch.learner.settings.learner import GateSettings
+from anabranch.replay.tiers.disk_files import read_header
+from tests.learner.learner_bench import TIERS
+from tests.pipelines import LINEAR, adds_up, events, write_pipeline
 from tests.support.ports import first_free_port
 from tests.support.s3 import S3Prefix
 from tests.support.waiting import TAKES_MINUTES
@@ -28,9 +25,7 @@ DISK = TIERS["disk with a small cache"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policies", [{}, {"sampling": "loss", "admission": "class-balanced"}], ids=["even", "by loss"])
-def test_a_learner_on_a_fresh_host_equals_the_uninterrupted_one_bit_for_bit(
-    make_bench: Callable[..., LearnerBench], tmp_path: Path, policies: dict[str, Any]
-) -> None:
+def test_a_learner_on_a_fresh_host_equals_the_uninterrupted_one_bit_for_bit(make_bench, tmp_path, policies):
     """Weights, optimizer, samples and ledger, over two fresh hosts, one after a checkpoint that has only changes."""
     replay = {**DISK, **policies}
     uninterrupted = make_bench(45, replay=policies)
@@ -80,7 +75,7 @@ disk = {{bytes = "1MB"}}
 """
 
 
-def trained_in_full_batches(topic: str, count: int) -> int:
+def trained_in_full_batches(topic, count):
     """Return how many of the first events of a topic a deterministic learner trains on; the name decides the others."""
     none_N = np.zeros(count, np.uint64)
     columns = {"offset": np.arange(count), "row": none_N, "key_hash": none_N, "group_hash": none_N}
@@ -94,19 +89,13 @@ def trained_in_full_batches(topic: str, count: int) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("server", ["folder", pytest.param("s3", marks=TAKES_MINUTES)])
 def test_a_learner_whose_host_is_lost_equals_one_that_was_never_killed(
-    server: str,
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    start: Callable[..., Learner],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-) -> None:
+    server, kafka, make_topic, produce, start, request, tmp_path
+):
     """SIGKILL, and nothing is left but the pipeline file and the object store: weights bit for bit, each event once."""
     topic, count = make_topic(), 6000
     produce(kafka.bootstrap, topic, events(count))
 
-    def pipeline_in(name: str, more: str) -> Path:
+    def pipeline_in(name, more):
         (folder := tmp_path / name).mkdir()
         status = f"127.0.0.1:{first_free_port()}"
         return write_pipeline(folder, kafka.bootstrap, topic, REST + more, model=LINEAR, status=status)

@@ -6,7 +6,6 @@ Each test that needs the real device alone is marked `gpu`, and so is one run of
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.config import DeviceSharingSettings, LearnerSettings
-from learner.device_sharing.launch_depth import MOST_AHEAD
-from learner.device_sharing.lease import hold_server
-from learner.device_sharing.sharing import DeviceSharingSpec, device_sharing
-from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.process_group import RankAssignment, join_group
-from learner.evaluation.scoring import Scorer, score_each
-from learner.model.device import choose_precision
-from learner.model.task import Classification
-from learner.strategies.registry import STRATEGIES
-from learner.training.micro_batches import StepHooks
-from learner.training.trainer import Trainer
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.device.lease import hold_server
+from anabranch.learner.evaluate.scoring import Scorer, score_each
+from anabranch.learner.extensions.device_sharing.extension import device_sharing
+from anabranch.learner.extensions.device_sharing.launches import MOST_AHEAD
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.task import Classification
+from anabranch.learner.parallel.data_parallel import DataParallelGroup
+from anabranch.learner.parallel.process_group import RankAssignment, join_group
+from anabranch.learner.settings.learner import DeviceSharingSettings, LearnerSettings
+from anabranch.learner.settings.pipeline import ServedSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.micro_batches import StepHooks
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
 from tests.learner.learner_bench import CPU, LearnerBench
 from tests.support.cuda_recorder import CudaRecorder
 from tests.support.gpu import rtol
@@ -43,22 +43,20 @@ STORES: dict[str, dict[str, Any]] = {
 each_store = pytest.mark.parametrize("replay", STORES.values(), ids=STORES)
 
 
-def plain_model() -> nn.Module:
+def plain_model():
     """Without dropout, whose random numbers are others on each device."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
 
-def bench_on(path: Path, schema: Schema, blocks: int, device: torch.device, **options: Any) -> LearnerBench:
+def bench_on(path, schema, blocks, device, **options):
     path.mkdir(exist_ok=True)
     return LearnerBench(path, schema, plain_model(), blocks, device=device, learner=EXACT, **options)
 
 
 @pytest.mark.slow
 @each_store
-def test_a_whole_learner_learns_on_a_device_what_it_learns_on_the_cpu(
-    schema: Schema, tmp_path: Path, cuda: torch.device, replay: dict[str, Any]
-) -> None:
+def test_a_whole_learner_learns_on_a_device_what_it_learns_on_the_cpu(schema, tmp_path, cuda, replay):
     steps, weights = 6, []
     for name, device in (("cpu", CPU), ("cuda", cuda)):
         bench = bench_on(tmp_path / name, schema, steps, device, replay=replay)
@@ -75,9 +73,7 @@ def test_a_whole_learner_learns_on_a_device_what_it_learns_on_the_cpu(
 
 
 @each_store
-def test_streams_and_copies_of_a_whole_learner_are_in_order(
-    schema: Schema, tmp_path: Path, replay: dict[str, Any]
-) -> None:
+def test_streams_and_copies_of_a_whole_learner_are_in_order(schema, tmp_path, replay):
     with CudaRecorder() as recorder:
         bench = bench_on(tmp_path, schema, 6, torch.device("cuda", 0), replay=replay)
         bench.run()
@@ -88,9 +84,7 @@ def test_streams_and_copies_of_a_whole_learner_are_in_order(
 
 @pytest.mark.slow
 @each_store
-def test_a_learner_goes_on_from_its_checkpoint_and_version_on_a_device(
-    schema: Schema, tmp_path: Path, cuda: torch.device, replay: dict[str, Any]
-) -> None:
+def test_a_learner_goes_on_from_its_checkpoint_and_version_on_a_device(schema, tmp_path, cuda, replay):
     first = bench_on(tmp_path, schema, 4, cuda, replay=replay)
     first.run()
     first.finish()
@@ -104,7 +98,7 @@ def test_a_learner_goes_on_from_its_checkpoint_and_version_on_a_device(
     second = bench_on(tmp_path, schema, 8, cuda, replay=replay)
     second.resume()
     assert all(torch.equal(value.cpu(), trained[key]) for key, value in second.trainer.snapshot().items())
-    moments = second.trainer.optimizer_state()
+    moments = second.trainer.tensors()["optimizer"]
     assert all(value.device.type in {"cuda", "cpu"} for value in moments.values())
     second.run()
     second.finish()
@@ -112,7 +106,7 @@ def test_a_learner_goes_on_from_its_checkpoint_and_version_on_a_device(
     second.close()
 
 
-def test_versions_are_scored_alike_on_a_device_and_on_the_cpu(schema: Schema, cuda: torch.device) -> None:
+def test_versions_are_scored_alike_on_a_device_and_on_the_cpu(schema, cuda):
     columns = fake_columns(schema, range(1500), label=[0, 1, 2])
     weights = plain_model().state_dict()
     scores = []
@@ -123,41 +117,41 @@ def test_versions_are_scored_alike_on_a_device_and_on_the_cpu(schema: Schema, cu
     assert len(score_each(plain_model().eval().to(cuda), Classification(), schema, columns, cuda)) == 1500
 
 
-def test_a_marked_request_stops_training_within_the_micro_batches_that_are_queued(
-    schema: Schema, tmp_path: Path, cuda: torch.device
-) -> None:
+def test_a_marked_request_stops_training_within_the_micro_batches_that_are_queued(schema, tmp_path, cuda):
     """When training yields, the device is idle, and no more than `MOST_AHEAD` micro-batches came after the mark."""
-    spec = DeviceSharingSpec(DeviceSharingSettings(), timedelta(milliseconds=20), timedelta(hours=1))
+    shared = DeviceSharingSettings(), ServedSettings(slo=timedelta(milliseconds=20), timeout=timedelta(hours=1))
     settings = LearnerSettings.model_validate({**EXACT, "micro_batch_size": 2})
     passes: list[str] = []
     with (
-        hold_server(tmp_path, spec.slo) as mark,
-        device_sharing(spec, tmp_path, cuda, threading.Event()) as sharing,
+        hold_server(tmp_path, shared[1].slo) as mark,
+        device_sharing(*shared, tmp_path, cuda, threading.Event()) as sharing,
     ):
         assert sharing is not None
         waiting = mark.waiting()
 
-        def answer() -> None:
+        def answer():
             passes.append("yielded" if torch.cuda.current_stream(cuda).query() else "yielded with queued work")
             waiting.__exit__(None, None, None)
             mark.rest()
 
-        def forward(_model: nn.Module, _inputs: object) -> None:
+        def forward(_model, _inputs):
             passes.append("forward")
             if passes.count("forward") == 3:
                 waiting.__enter__()
                 mark.run()
 
-        sharing.set_waiting_task(answer)
         model = plain_model().to(cuda)
         model.register_forward_pre_hook(forward)
         trainer = Trainer(
-            *(model, Classification(), STRATEGIES["none"](), schema, settings, cuda, choose_precision("fp32", cuda)),
+            TrainingSetup(
+                model, Classification(), STRATEGIES["none"](), schema, settings, cuda, choose_precision("fp32", cuda)
+            ),
             hooks=StepHooks(before_micro_batch=sharing.yield_to_serving),
         )
-        sharing.attach(model, 1)
+        sharing.begin(trainer, lambda: 12, answer)
+        sharing.prepare(model, 1)
         trainer.step(trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2])))
-        assert sharing.report.times == 1
+        assert sharing.report()["device_sharing"].times == 1
     assert passes.count("forward") == 6
     assert "yielded" in passes
     assert passes.index("yielded") - 3 < MOST_AHEAD
@@ -165,30 +159,31 @@ def test_a_marked_request_stops_training_within_the_micro_batches_that_are_queue
 
 @pytest.mark.gpu
 @pytest.mark.process
-def test_a_deterministic_learner_has_the_same_weights_bit_for_bit() -> None:
+def test_a_deterministic_learner_has_the_same_weights_bit_for_bit():
     """Each in its own process: cuBLAS reads its variable when its first handle is made."""
     code = f"""
 import hashlib, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from learner.model.device import choose_precision, compute_deterministically
+from anabranch.learner.model.device import choose_precision, compute_deterministically
 compute_deterministically()
 import torch
 from torch import nn
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.config import LearnerSettings
-from learner.model.task import Classification
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.model.task import Classification
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
 features = {{"x": {{"dtype": "float32", "shape": [3, 16, 16]}}}}
 schema = Schema(SchemaSettings.model_validate({{"features": features, "label": {{"name": "y", "classes": 3}}}}))
 torch.manual_seed(0)
 cuda = torch.device("cuda", 0)
 layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(16 * 14 * 14, 3)]
 settings = LearnerSettings.model_validate({{"deterministic": True}})
-trainer = Trainer(nn.Sequential(*layers).to(cuda), Classification(), STRATEGIES["er"](), schema, settings, cuda,
-                  choose_precision("auto", cuda))
+model, precision = nn.Sequential(*layers).to(cuda), choose_precision("auto", cuda)
+trainer = Trainer(TrainingSetup(model, Classification(), STRATEGIES["er"](), schema, settings, cuda, precision))
 for step in range(20):
     new, old = (fake_columns(schema, range(begin, begin + 32), label=[0, 1, 2]) for begin in (step, 90))
     trainer.step(trainer.examples(new), [trainer.examples(old)])
@@ -210,10 +205,10 @@ KINDS = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:TensorFloat32")  # what the compiler recommends
 def test_a_compiled_model_in_a_group_of_ranks_learns_what_it_learns_as_it_is(
-    schema: Schema, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    schema, tmp_path, kind, caplog, monkeypatch
+):
     if kind == "cpu":
-        monkeypatch.setattr("learner.training.compile.BACKEND", "aot_eager")
+        monkeypatch.setattr("anabranch.learner.train.converters.BACKEND", "aot_eager")
     losses = []
     try:
         for number, compiles in enumerate((False, True)):
@@ -223,7 +218,9 @@ def test_a_compiled_model_in_a_group_of_ranks_learns_what_it_learns_as_it_is(
                 join_group(RankAssignment(0, 1, tmp_path / f"rendezvous-{number}"), settings) as device,
             ):
                 parts = (plain_model().to(device), Classification(), STRATEGIES["er"](), schema, settings, device)
-                trainer = Trainer(*parts, choose_precision("fp32", device), ranks=DataParallelGroup(settings))
+                trainer = Trainer(
+                    TrainingSetup(*parts, choose_precision("fp32", device)), ranks=DataParallelGroup(settings)
+                )
                 new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
                 losses.append([trainer.step(new, [new]).loss for _ in range(5)])
     finally:
@@ -235,9 +232,7 @@ def test_a_compiled_model_in_a_group_of_ranks_learns_what_it_learns_as_it_is(
 
 
 @pytest.mark.gpu
-def test_what_was_trained_on_a_device_is_restored_on_the_cpu_and_back(
-    schema: Schema, make_bench: Callable[..., LearnerBench]
-) -> None:
+def test_what_was_trained_on_a_device_is_restored_on_the_cpu_and_back(schema, make_bench):
     bench = make_bench(3, plain_model, device=torch.device("cuda", 0), learner=EXACT)
     bench.run()
     bench.finish()

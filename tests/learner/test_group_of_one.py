@@ -6,33 +6,31 @@ Ranks of several processes are in `test_ranks.py`.
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import HashStore
 
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.config import LearnerSettings
-from learner.distributed import process_group
-from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.process_group import RankAssignment, join_group, leave_group
-from learner.model.device import choose_precision
-from learner.model.faulty_events import RaisingEventsError
-from learner.model.task import Classification
-from learner.strategies.examples import Examples
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.faulty_events import RaisingEventsError
+from anabranch.learner.model.task import Classification
+from anabranch.learner.parallel import process_group
+from anabranch.learner.parallel.data_parallel import DataParallelGroup
+from anabranch.learner.parallel.process_group import RankAssignment, join_group, leave_group
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.examples import Examples
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
 from tests.support.gpu import rtol
 
 
 @pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
+def _no_group_is_left():
     """A test that fails within its group fails no other."""
     yield
     if dist.is_initialized():
@@ -42,22 +40,22 @@ def _no_group_is_left() -> Iterator[None]:
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def trained(schema: Schema, rendezvous: Path | None, strategy: str = "er", **settings: Any) -> dict[str, Tensor]:
+def trained(schema, rendezvous, strategy="er", **settings):
     """Return the weights after 14 steps: of a group of one with this rendezvous, or of a process without a group."""
     plain = {"optimizer": {"name": "sgd", "lr": 0.1}, "precision": "fp32"}
     options = LearnerSettings.model_validate(plain | settings)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
 
-    def run(device: torch.device, ranks: dict[str, Any]) -> dict[str, Tensor]:
+    def run(device, ranks):
         parts = (model.to(device), Classification(), STRATEGIES[strategy](), schema, options, device)
-        trainer = Trainer(*parts, choose_precision(options.precision, device), **ranks)
+        trainer = Trainer(TrainingSetup(*parts, choose_precision(options.precision, device)), **ranks)
         for step in range(14):
             new, old = (
                 trainer.examples(fake_columns(schema, range(begin, begin + 12), label=[0, 1, 2]))
                 for begin in (step, 100 + step)
             )
-            assert trainer.step(new, [old] if trainer.strategy.replays else []).finite
+            assert trainer.step(new, [old] if trainer.strategy.kind.replays else []).finite
         return {name: value.cpu() for name, value in trainer.snapshot().items()}
 
     if rendezvous is None:
@@ -66,7 +64,7 @@ def trained(schema: Schema, rendezvous: Path | None, strategy: str = "er", **set
         return run(device, {"ranks": DataParallelGroup(options)})
 
 
-def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def distance(one, other):
     """Return the distance of two models, relative to the largest possible one."""
     distance = math.hypot(*(float((one[name] - other[name]).norm()) for name in one))
     return distance / math.hypot(*(float(each.norm()) for each in one.values()))
@@ -82,9 +80,7 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
         ("der++", {"name": "adamw", "lr": 0.01}),
     ],
 )
-def test_weights_in_parts_learn_what_whole_ones_do(
-    schema: Schema, tmp_path: Path, kind: str, strategy: str, optimizer: dict[str, Any]
-) -> None:
+def test_weights_in_parts_learn_what_whole_ones_do(schema, tmp_path, kind, strategy, optimizer):
     whole = trained(schema, None, strategy, device=kind, optimizer=optimizer)
     split = trained(schema, tmp_path / "rendezvous", strategy, device=kind, optimizer=optimizer, sharding="fsdp")
     assert whole.keys() == split.keys()
@@ -92,7 +88,7 @@ def test_weights_in_parts_learn_what_whole_ones_do(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_in_parts_learn_in_bf16_what_whole_ones_do(schema: Schema, tmp_path: Path, kind: str) -> None:
+def test_weights_in_parts_learn_in_bf16_what_whole_ones_do(schema, tmp_path, kind):
     """About: whole weights are cast by each operation, those in parts when they are gathered."""
     settings: dict[str, Any] = {"device": kind, "precision": "bf16", "micro_batch_size": 8}
     full = trained(schema, None, **settings | {"precision": "fp32"})
@@ -102,7 +98,7 @@ def test_weights_in_parts_learn_in_bf16_what_whole_ones_do(schema: Schema, tmp_p
     assert distance(whole, split) < 0.01
 
 
-def hooks() -> Iterator[Any]:
+def hooks():
     for name in ("fp16", "powersgd", "int8", "topk"):
         yield pytest.param("cpu", name)
     for name in ("bf16", "fp16", "powersgd", "int8", "topk"):
@@ -110,9 +106,7 @@ def hooks() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), list(hooks()))
-def test_what_a_hook_makes_smaller_is_nearly_what_was_meant(
-    schema: Schema, tmp_path: Path, kind: str, name: str
-) -> None:
+def test_what_a_hook_makes_smaller_is_nearly_what_was_meant(schema, tmp_path, kind, name):
     exact = trained(schema, tmp_path / "exact", device=kind, comm_hook="none")
     fraction = {"topk_fraction": 0.1} if name == "topk" else {}
     hooked = trained(schema, tmp_path / "hooked", device=kind, comm_hook=name, **fraction)
@@ -120,7 +114,7 @@ def test_what_a_hook_makes_smaller_is_nearly_what_was_meant(
 
 
 @pytest.mark.parametrize("hook", ["powersgd", "int8", "topk"])
-def test_a_step_that_is_not_finite_leaves_nothing_in_error_feedback(schema: Schema, tmp_path: Path, hook: str) -> None:
+def test_a_step_that_is_not_finite_leaves_nothing_in_error_feedback(schema, tmp_path, hook):
     """In a group of one, past the steps that PowerSGD leaves as they are."""
     settings = LearnerSettings.model_validate(
         {"comm_hook": hook, "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.01}}
@@ -128,7 +122,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_in_error_feedback(schema: Sche
     with join_group(RankAssignment(0, 1, tmp_path / "rendezvous"), settings) as device:
         model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
         parts = (model, Classification(), STRATEGIES["none"](), schema, settings, device)
-        trainer = Trainer(*parts, choose_precision("fp32", device), ranks=DataParallelGroup(settings))
+        trainer = Trainer(TrainingSetup(*parts, choose_precision("fp32", device)), ranks=DataParallelGroup(settings))
         good = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
         poison = Examples({"x": torch.full_like(good.features["x"], math.nan)}, good.label_B, good.weight_B)
         assert [trainer.step(good).finite for _ in range(14)] == [True] * 14
@@ -139,24 +133,20 @@ def test_a_step_that_is_not_finite_leaves_nothing_in_error_feedback(schema: Sche
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # what torch imports for ZeRO
 @pytest.mark.parametrize("kind", KINDS)
-def test_zero1_keeps_restored_state_once_on_its_rank_and_continues_and_checkpoints_as_before(
-    schema: Schema, tmp_path: Path, kind: str
-) -> None:
+def test_zero1_keeps_restored_state_once_on_its_rank_and_continues_and_checkpoints_as_before(schema, tmp_path, kind):
     """In a group of one, with the fused optimizer, which on CUDA requires its step counts on the device too."""
     settings = LearnerSettings.model_validate(
         {"sharding": "zero1", "device": kind, "optimizer": {"name": "adamw", "lr": 0.01}}
     )
     with join_group(RankAssignment(0, 1, tmp_path / "rendezvous"), settings) as device:
 
-        def make() -> tuple[Trainer, DataParallelGroup]:
+        def make():
             torch.manual_seed(0)
             parts = (nn.Linear(3, 3).to(device), Classification(), STRATEGIES["none"](), schema, settings, device)
             replicas = DataParallelGroup(settings)
-            return Trainer(*parts, choose_precision("fp32", device), ranks=replicas), replicas
+            return Trainer(TrainingSetup(*parts, choose_precision("fp32", device)), ranks=replicas), replicas
 
-        def checkpoint(
-            trainer: Trainer, replicas: DataParallelGroup
-        ) -> tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]]:
+        def checkpoint(trainer, replicas):
             replicas.gather()
             return trainer.tensors(), trainer.state()
 
@@ -179,10 +169,10 @@ def test_zero1_keeps_restored_state_once_on_its_rank_and_continues_and_checkpoin
             assert before[0].step(examples).loss == after[0].step(examples).loss
 
 
-def test_a_sharded_model_that_raises_on_an_event_goes_on_without_it(schema: Schema, tmp_path: Path) -> None:
+def test_a_sharded_model_that_raises_on_an_event_goes_on_without_its_batch(schema, tmp_path):
     settings = LearnerSettings.model_validate({"sharding": "fsdp", "device": "cpu"})
 
-    def refuse(_module: nn.Module, _given: object, output: Tensor) -> None:
+    def refuse(_module, _given, output):
         if (output[:, 0].detach() > 900).any():
             raise IndexError("index out of range in self")
 
@@ -190,7 +180,7 @@ def test_a_sharded_model_that_raises_on_an_event_goes_on_without_it(schema: Sche
         model = nn.Sequential(nn.Identity(), nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
         model[0].register_forward_hook(refuse)
         parts = (model, Classification(), STRATEGIES["none"](), schema, settings, device)
-        trainer = Trainer(*parts, choose_precision("fp32", device), ranks=DataParallelGroup(settings))
+        trainer = Trainer(TrainingSetup(*parts, choose_precision("fp32", device)), ranks=DataParallelGroup(settings))
         good = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
         x = good.features["x"].clone()
         x[[2, 7], 0] = 1000.0
@@ -198,12 +188,10 @@ def test_a_sharded_model_that_raises_on_an_event_goes_on_without_it(schema: Sche
             assert trainer.step(good).finite
             with pytest.raises(RaisingEventsError) as raised:
                 trainer.step(Examples({"x": x}, good.label_B, good.weight_B))
-            assert list(raised.value.indices) == [2, 7]
+            assert raised.value.indices == range(12)
 
 
-def test_ranks_of_one_host_use_loopback_alone_and_all_ranks_one_communicator(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_of_one_host_use_loopback_alone_and_all_ranks_one_communicator(monkeypatch, tmp_path):
     """NCCL takes a name as a prefix unless `=` is before it, and connects each pair unless it has the device."""
     calls: list[dict[str, Any]] = []
     environment: dict[str, str] = {}

@@ -1,20 +1,18 @@
 """A whole learner on a device: the order of all streams, and where the host waits. On a CPU that acts as CUDA."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ingest.events.schema import Schema
-from learner.strategies.registry import STRATEGIES
-from replay import sample_plan
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.replay import sample_plan
 from tests.learner.learner_bench import LearnerBench, small_model
 from tests.support.cuda_recorder import CudaRecorder
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(90)  # the first optimizer on CUDA imports much of torch
-ON_THE_STEP_PATH = ("learner/loop", "learner/replay_feed", "learner/strategies", "learner/stream", "learner/training")
+ON_THE_STEP_PATH = ("learner/loop", "learner/step/replay_feed", "learner/strategies", "learner/stream", "learner/train")
 KINDS: dict[str, dict[str, Any]] = {
     "device": {},
     "host": {"device_memory": "host"},
@@ -24,9 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", KINDS.values(), ids=KINDS)
-def test_a_step_waits_once_for_the_device_and_all_streams_are_in_order(
-    schema: Schema, tmp_path: Path, replay: dict[str, Any]
-) -> None:
+def test_a_step_waits_once_for_the_device_and_all_streams_are_in_order(schema, tmp_path, replay):
     sample_plan._ones.cache_clear()  # of an earlier recorder
     with CudaRecorder() as cuda:
         torch.manual_seed(0)
@@ -39,10 +35,10 @@ def test_a_step_waits_once_for_the_device_and_all_streams_are_in_order(
             site: n for site, n in (cuda.waits - before).items() if site.startswith((*ON_THE_STEP_PATH, "replay/"))
         }
         # Fused SGD brings its flag to the weights' device, which is the CPU here.
-        waits.pop("learner/training/optimizer_step.py OptimizerStep._step", None)
+        waits.pop("learner/train/optimizer_step.py OptimizerStep.apply", None)
         assert bench.loop.state.steps >= 24
         assert sum(waits.values()) == bench.loop.state.steps, waits
-        assert all(site.startswith("learner/training") for site in waits), waits
+        assert all(site.startswith("learner/train") for site in waits), waits
         bench.finish()
         assert bench.checkpointer.problem is None
         bench.close()
@@ -50,7 +46,7 @@ def test_a_step_waits_once_for_the_device_and_all_streams_are_in_order(
 
 
 @pytest.mark.slow
-def test_a_learner_that_keeps_outputs_and_losses_has_all_streams_in_order(schema: Schema, tmp_path: Path) -> None:
+def test_a_learner_that_keeps_outputs_and_losses_has_all_streams_in_order(schema, tmp_path):
     sample_plan._ones.cache_clear()
     with CudaRecorder() as cuda:
         torch.manual_seed(0)

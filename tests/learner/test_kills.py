@@ -8,23 +8,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.state_dir.checkpoint import Checkpoints
-from replay.store import Store
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.checkpoints.format import Checkpoints
+from anabranch.testing.stores import sample_of
 from tests.learner.learner_bench import LearnerBench, small_model
 
 CRASHES = 20
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Sums of floats depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -35,7 +34,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_learner_is_unchanged_by_kills_at_random_times(schema: Schema, tmp_path: Path, one_thread: None) -> None:
+def test_a_learner_is_unchanged_by_kills_at_random_times(schema, tmp_path, one_thread):
     """After twenty learners that wrote a checkpoint were killed, the next one equals a run without kills."""
     killed = tmp_path / "killed"
     times = random.Random(20)
@@ -73,12 +72,12 @@ def test_a_learner_is_unchanged_by_kills_at_random_times(schema: Schema, tmp_pat
         bench.close()
 
 
-def _everything(store: Store) -> list[torch.Tensor]:
-    sample = store.fetch(store.plan(0, len(store)))
+def _everything(store):
+    sample = sample_of(store, 0, len(store))
     return [sample.columns[name] for name in sorted(sample.columns)]
 
 
-def _crash_bench(path: Path, schema: Schema, blocks: int) -> LearnerBench:
+def _crash_bench(path, schema, blocks):
     """Return a learner with few spare slots, so that slots are reused soon, and many checkpoints."""
     torch.manual_seed(0)
     replay = {"capacity": 3000, "disk": {"bytes": "177kB"}, "device_bytes": "8kB"}
@@ -88,17 +87,17 @@ def _crash_bench(path: Path, schema: Schema, blocks: int) -> LearnerBench:
 class ForkServer:
     """A process that has imported all modules, and forks one learner after the other."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process):
         self._process = process
 
-    def start_learner(self) -> int:
+    def start_learner(self):
         """Start a learner, and return its pid."""
         return int(self._request())
 
-    def wait_for_kill(self) -> None:
+    def wait_for_kill(self):
         assert int(self._request()) == -signal.SIGKILL, "it ended by itself"
 
-    def _request(self) -> str:
+    def _request(self):
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -107,7 +106,7 @@ class ForkServer:
 
 
 @contextlib.contextmanager
-def _fork_server(path: Path) -> Iterator[ForkServer]:
+def _fork_server(path):
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.learner.test_kills", str(path)],
         cwd=Path(__file__).parents[2],
@@ -119,7 +118,7 @@ def _fork_server(path: Path) -> Iterator[ForkServer]:
         yield ForkServer(process)
 
 
-def _serve_forks(path: Path) -> None:
+def _serve_forks(path):
     """Run the fork server: write a learner's pid for one line of the input, and its exit code for the next."""
     features = {"x": {"dtype": "float32", "shape": [3]}}
     settings = {"features": features, "label": {"name": "y", "classes": 3}}

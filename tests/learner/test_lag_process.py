@@ -1,16 +1,10 @@
 """A stream that is faster than training, learned by a real learner that is killed in the midst of it."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.formats.rows import pack_rows
-from learner.state_dir.report import LearnerReport
-from tests.pipelines import Learner
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.rows import pack_rows
+from anabranch.ingest.settings.stream import SchemaSettings
 
 STREAM = """
 format = "rows"
@@ -43,24 +37,19 @@ def build():
 MESSAGES, ROWS = 300, 20
 
 
-def total(report: LearnerReport, term: str) -> int:
+def total(report, term):
     return sum(getattr(partition, term) for partition in report.partitions.values())
 
 
-def left_out(report: LearnerReport) -> int:
+def left_out(report):
     return report.outcomes["stored_only"] + report.outcomes["skipped"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["sample", "store-only", "skip-to-latest"])
 def test_a_stream_that_is_too_fast_is_accounted_for_exactly_though_the_learner_is_killed(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    write_pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-    action: str,
-) -> None:
+    kafka, make_topic, produce, write_pipeline, start, action
+):
     topic = make_topic(partitions=2)
     stream = STREAM.format(action=action)
     config = write_pipeline(kafka.bootstrap, topic, CONFIG, SLOW, stream=stream, width=512)
@@ -76,7 +65,7 @@ def test_a_stream_that_is_too_fast_is_accounted_for_exactly_though_the_learner_i
     learner.kill()
     learner = start(config)
 
-    def is_through(each: LearnerReport) -> bool:
+    def is_through(each):
         """Whether all is accounted for, and the lag is known, as it is not yet in the first report of a life."""
         known = each.lag_age_seconds is not None
         return known and total(each, "end") == MESSAGES and not total(each, "pending") and not each.behind

@@ -1,7 +1,5 @@
 """Features that a whole learner learns on a stream, over restarts, replay and failures."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,26 +7,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.kafka.fake import Columns
-from learner.compatibility import conflicts, facts
-from learner.config import LearnerSettings
-from learner.model.factory import forward
-from learner.model.features.intercept import residual_of
-from learner.model.features.learned import LearnedFeatures, attach_features, features_of
-from learner.model.task import Classification
-from learner.model.trained_set import load_trained
-from learner.strategies.registry import STRATEGIES
-from replay.config import ReplaySettings
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.factory import forward
+from anabranch.learner.model.features.intercept import GroupIntercept, residual_of
+from anabranch.learner.model.features.learned import FeatureLearning, features_of
+from anabranch.learner.model.task import Classification
+from anabranch.learner.model.trained_set import load_trained
+from anabranch.learner.settings.compatibility import conflicts
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.registry import STRATEGIES
 from tests.learner.learner_bench import CPU, ROWS, LearnerBench
+from tests.support.facts import facts_of
 from tests.support.strategies import small_strategy
 
 WITHOUT_VOCABULARY = {"ewc", "slda", "ncm", "experts", "progressive"}
 
 
 @pytest.fixture
-def schema() -> Schema:
+def schema():
     encode = {"learn": 8, "min_count": 2, "expire": "2s"}
     features = {
         "x": {"dtype": "float32", "shape": [3], "scale": "standard", "missing": "indicator"},
@@ -44,18 +42,18 @@ def schema() -> Schema:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.ids, self.crossed = nn.Embedding(8, 4), nn.Embedding(16, 4)
         self.body = nn.Sequential(nn.Linear(15, 16), nn.ReLU(), nn.Linear(16, 3))
 
-    def forward(self, x: Tensor, x_missing: Tensor, r: Tensor, who: Tensor, id2: Tensor, both: Tensor) -> Tensor:
+    def forward(self, x, x_missing, r, who, id2, both):
         inputs = [x, x_missing, r[:, None], self.ids(who), self.crossed(both)]
         output: Tensor = self.body(torch.cat(inputs, dim=1))
         return output
 
 
-def change(columns: Columns) -> None:
+def change(columns):
     """Raw values far from 0, some of them missing; ids that come, stay for a while and go."""
     begin = int(columns["offset"][0])
     generator = np.random.default_rng(begin)
@@ -71,13 +69,13 @@ def change(columns: Columns) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path, schema: Schema) -> Any:
+def make(tmp_path, schema):
     made = list[LearnerBench]()
 
-    def bench(blocks: int, **options: Any) -> LearnerBench:
+    def bench(blocks, **options):
         torch.manual_seed(0)
         model = Model()
-        attach_features(model, schema, CPU)
+        FeatureLearning().convert(model, ModelContext(CPU, schema))
         made.append(LearnerBench(tmp_path, schema, model, blocks, **options))
         made[-1].stream.change = change
         return made[-1]
@@ -87,15 +85,13 @@ def make(tmp_path: Path, schema: Schema) -> Any:
         each.close()
 
 
-def features_in(bench: LearnerBench) -> LearnedFeatures:
+def features_in(bench):
     found = features_of(bench.trainer.model)
     assert found is not None
     return found
 
 
-def test_each_new_event_is_learned_from_once_and_replayed_and_held_out_ones_never(
-    make: Callable[..., LearnerBench],
-) -> None:
+def test_each_new_event_is_learned_from_once_and_replayed_and_held_out_ones_never(make):
     bench = make(20)
     seen = list[np.ndarray[Any, Any]]()
     bench.stream.change = lambda columns: (change(columns), seen.append(columns["feature.r"].copy()))[0]
@@ -112,8 +108,8 @@ def test_each_new_event_is_learned_from_once_and_replayed_and_held_out_ones_neve
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["er", "der++", "lwf", "mir", "agem"])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make: Callable[..., LearnerBench], name: str) -> None:
-    def strategy() -> Any:
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make, name):
+    def strategy():
         return small_strategy(name, **({"every": 7} if name == "lwf" else {}))
 
     uninterrupted = make(40, strategy=strategy())
@@ -132,7 +128,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make: Callable[.
     assert int(features_in(resumed).get_buffer("feature_who.state.totals")[0]) == 40
 
 
-def test_an_event_is_scored_with_what_was_learned_before_it(make: Callable[..., LearnerBench]) -> None:
+def test_an_event_is_scored_with_what_was_learned_before_it(make):
     bench = make(3)
     inputs = list[Tensor]()
     bench.trainer.model.body.register_forward_hook(lambda _, given, __: inputs.append(given[0].detach()))  # type: ignore[union-attr, operator]
@@ -141,14 +137,13 @@ def test_an_event_is_scored_with_what_was_learned_before_it(make: Callable[..., 
     assert inputs[-1][:, :3].any()
 
 
-def test_a_row_that_changes_its_value_starts_again_in_the_embedding_and_the_optimizer(
-    make: Callable[..., LearnerBench],
-) -> None:
+@pytest.mark.slow
+def test_a_row_that_changes_its_value_starts_again_in_the_embedding_and_the_optimizer(make):
     bench = make(30)
     restarted = list[tuple[int, ...]]()
     restart = bench.trainer.update.restart_rows
 
-    def watched(weight: Tensor, rows: Tensor, like: Tensor) -> None:
+    def watched(weight, rows, like):
         before = {name: value.clone() for name, value in bench.trainer.update.optimizer.state[weight].items()}
         restart(weight, rows, like)
         restarted.append(tuple(rows.tolist()))
@@ -165,10 +160,10 @@ def test_a_row_that_changes_its_value_starts_again_in_the_embedding_and_the_opti
     assert len(restarted) >= 3
 
 
-def test_a_step_that_is_not_finite_teaches_no_features(make: Callable[..., LearnerBench]) -> None:
+def test_a_step_that_is_not_finite_teaches_no_features(make):
     bench = make(6)
 
-    def spoiled(columns: Columns) -> None:
+    def spoiled(columns):
         change(columns)
         if int(columns["offset"][0]) == 3 * ROWS:
             columns["weight"][:] = np.float32(3e38)
@@ -180,7 +175,7 @@ def test_a_step_that_is_not_finite_teaches_no_features(make: Callable[..., Learn
     assert count == bench.loop.state.rows_new == 5 * (ROWS - 1)
 
 
-def test_versions_and_checkpoints_have_what_was_features_in(make: Callable[..., LearnerBench]) -> None:
+def test_versions_and_checkpoints_have_what_was_features_in(make):
     bench = make(8)
     bench.run()
     bench.finish()
@@ -197,32 +192,28 @@ def test_versions_and_checkpoints_have_what_was_features_in(make: Callable[..., 
 
 
 @pytest.mark.slow
-def test_a_version_that_is_loaded_answers_as_the_learner_does_for_each_group(
-    make: Callable[..., LearnerBench], schema: Schema
-) -> None:
+def test_a_version_that_is_loaded_answers_as_the_learner_does_for_each_group(make, schema):
     bench = make(30)
     bench.run()
     bench.finish()
     weights = bench.versions.weights(bench.versions.manifest(bench.versions.numbers()[-1]))
     served = Model()
-    attach_features(served, schema, CPU)
+    FeatureLearning().convert(served, ModelContext(CPU, schema))
     load_trained(served, weights)
     features = {each.name: torch.from_numpy(each.example(12)) for each in schema.features}
     features["group"] = torch.arange(12)
     with torch.no_grad():
         found, expected = (forward(model.eval(), features) for model in (served, bench.trainer.model))
     assert torch.equal(found, expected)
-    assert len(features_in(bench).intercepts["group"](features["group"]).unique(dim=0)) > 2
+    assert len(features_in(bench).of(GroupIntercept)["group"](features["group"]).unique(dim=0)) > 2
 
 
-def test_an_intercept_is_learned_once_from_each_new_event_by_the_output_before_training_on_it(
-    make: Callable[..., LearnerBench],
-) -> None:
+def test_an_intercept_is_learned_once_from_each_new_event_by_the_output_before_training_on_it(make):
     bench = make(20)
     bench.stream.change = lambda columns: (change(columns), columns["feature.group"].fill(0))[0]
     bench.run()
     assert bench.loop.state.rows_replay > 0
-    found = features_in(bench).intercepts["group"]
+    found = features_in(bench).of(GroupIntercept)["group"]
     row = int(found.table(torch.tensor([0])))
     information = found.get_buffer("information")
     assert 0 < float(information[row].sum()) < bench.loop.state.rows_new * 2 / 3 + 1  # at most 2/3 for each event
@@ -230,10 +221,10 @@ def test_an_intercept_is_learned_once_from_each_new_event_by_the_output_before_t
 
 
 @pytest.mark.slow
-def test_compiled_code_follows_what_is_features_in(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_follows_what_is_features_in(schema, monkeypatch):
     torch.manual_seed(0)
     model = Model()
-    attach_features(model, schema, CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, schema))
     fast = torch.compile(model, backend="eager")
     found = features_of(model)
     assert found is not None
@@ -266,8 +257,8 @@ def test_compiled_code_follows_what_is_features_in(schema: Schema, monkeypatch: 
         ),
     ],
 )
-def test_what_does_not_go_with_learned_features_is_refused(schema: Schema, learner: dict[str, Any], says: str) -> None:
+def test_what_does_not_go_with_learned_features_is_refused(schema, learner, says):
     settings = LearnerSettings.model_validate(learner)
-    found = [sentence for _, sentence in conflicts(facts(settings, ReplaySettings(), schema=schema.settings))]
+    found = [sentence for _, sentence in conflicts(facts_of(learner=settings, schema=schema.settings))]
     assert bool(found) == bool(says)
     assert not says or any(says in sentence for sentence in found)

@@ -6,21 +6,18 @@ import random
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from prometheus_client.utils import floatToGoString
 from safetensors.torch import load_file
 
-from learner.state_dir.checkpoint import Checkpoints
-from learner.state_dir.lock import GENERATION, LOCK, hold_state_directory
-from learner.state_dir.report import LearnerReport, read_report
-from learner.state_dir.version import Versions
+from anabranch.learner.checkpoints.format import Checkpoints
+from anabranch.learner.state_dir.lock import GENERATION, LOCK, lock_state_directory
+from anabranch.learner.status.report import read_report
+from anabranch.learner.versions.format import Versions
 from tests import forkserver
-from tests.pipelines import LINEAR, Learner, adds_up, events, total
+from tests.pipelines import LINEAR, adds_up, events, total
 
 CONFIG = """
 batch_size = 16
@@ -40,8 +37,8 @@ class Brake(nn.Identity):
         return x
 def build():
     return nn.Sequential(
-        Brake(), nn.Linear(3, 700), nn.ReLU(), nn.Dropout(0.2), nn.Linear(700, 700), nn.BatchNorm1d(700), nn.ReLU(),
-        nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 3)
+        Brake(), nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(),
+        nn.Linear(32, 3)
     )
 """
 OVERFLOWING = """
@@ -55,22 +52,22 @@ def build():
 
 
 @pytest.fixture
-def pipeline(write_pipeline: Callable[..., Path]) -> Callable[..., Path]:
+def pipeline(write_pipeline):
     """Writes a pipeline and returns the path of its config."""
 
-    def write(bootstrap: str, topic: str, extra: str = "", model: str = LINEAR) -> Path:
+    def write(bootstrap, topic, extra="", model=LINEAR):
         return write_pipeline(bootstrap, topic, CONFIG + extra, model)
 
     return write
 
 
-def ended(config: Path, **environment: str) -> tuple[int, str]:
+def ended(config, **environment):
     """Run a learner that ends by itself; return its exit code and what it said."""
-    done = forkserver.run(["-m", "learner", "-c", str(config)], env={**os.environ, **environment})
+    done = forkserver.run(["-m", "anabranch.learner", "-c", str(config)], env={**os.environ, **environment})
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
 
-def read_log(learner: Learner, times: int) -> str:
+def read_log(learner, times):
     """Wait for a first report, and return what all processes so far said; `times` of them went on from a checkpoint."""
     learner.wait_for(lambda _: True)
     said = learner.log.read_text()
@@ -78,11 +75,11 @@ def read_log(learner: Learner, times: int) -> str:
     return said
 
 
-def at_rest(learner: Learner, events: int) -> LearnerReport:
+def at_rest(learner, events):
     """Wait until that many events have an outcome, and a checkpoint has the last step, after which twenty were due."""
     checkpoints = Checkpoints(learner.state_dir / "checkpoints", "", 0)
 
-    def has_all(report: LearnerReport) -> bool:
+    def has_all(report):
         return report.checkpoint is not None and checkpoints.manifest(report.checkpoint).step == report.steps
 
     since = learner.wait_for(lambda each: total(each) == events and has_all(each))
@@ -91,13 +88,7 @@ def at_rest(learner: Learner, events: int) -> LearnerReport:
     return now
 
 
-def test_a_stream_is_learned_accounted_for_and_published(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+def test_a_stream_is_learned_accounted_for_and_published(kafka, make_topic, produce, pipeline, start):
     topic = make_topic(partitions=2)
     config = pipeline(kafka.bootstrap, topic)
     learner = start(
@@ -143,17 +134,7 @@ def test_a_stream_is_learned_accounted_for_and_published(
     versions.weights(newest)
 
 
-@pytest.mark.parametrize(
-    "event", [b"bad", {"x": [1, 2, 3]}, {"x": [1, 0, 0], "y": 0}], ids=["bad", "unlabelled", "held out"]
-)
-def test_a_lone_event_that_is_not_trained_on_is_covered_by_a_version_soon(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-    event: Any,
-) -> None:
+def test_a_lone_event_that_is_not_trained_on_is_covered_by_a_version_soon(kafka, make_topic, produce, pipeline, start):
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
     learner = start(config, ANABRANCH__GATE__HOLDOUT_FRACTION="0")
@@ -161,19 +142,18 @@ def test_a_lone_event_that_is_not_trained_on_is_covered_by_a_version_soon(
     learner.wait_for(lambda each: total(each) == 32)
     assert learner.stop() == 0
     learner = start(config, ANABRANCH__GATE__HOLDOUT_FRACTION="0.999999")
-    produce(kafka.bootstrap, topic, [event])
-    learner.wait_for(lambda each: total(each) == 33 and (each.version or 0) > 0)
     versions = Versions(learner.state_dir / "versions")
-    learner.wait_for(lambda _: versions.manifest(versions.numbers()[-1]).trained_through[f"{topic}:0"].offset == 32)
+    bad, unlabelled, held_out = b"bad", {"x": [1, 2, 3]}, {"x": [1, 0, 0], "y": 0}
+    for offset, event in enumerate((bad, unlabelled, held_out), start=32):
+        produce(kafka.bootstrap, topic, [event])
+        report = learner.wait_for(lambda each, n=offset: total(each) == n + 1 and (each.version or 0) > 0)
+        learner.wait_for(
+            lambda _, n=offset: versions.manifest(versions.numbers()[-1]).trained_through[f"{topic}:0"].offset == n
+        )
+    assert report.outcomes["trained"] == 32
 
 
-def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(kafka, make_topic, produce, pipeline, start):
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic, model=OVERFLOWING)
     learner = start(config, ANABRANCH__GATE__HOLDOUT_FRACTION="0")
@@ -190,17 +170,13 @@ def test_a_step_that_is_not_finite_is_skipped_with_its_offsets(
 
 @pytest.mark.timeout(600)
 def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weights_bit_for_bit(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+    kafka, make_topic, produce, pipeline, start
+):
     """Over a topic that was filled beforehand, with partitions of unlike length, of which some end early."""
     topic = make_topic(partitions=3)
     config = pipeline(kafka.bootstrap, topic, model=SLOW)
     dice = random.Random(0)
-    for partition, count in enumerate((2600, 1000, 400)):
+    for partition, count in enumerate((1300, 500, 200)):
         values = [{"x": [dice.gauss(0, 1) for _ in range(3)], "y": dice.randrange(3)} for _ in range(count)]
         produce(kafka.bootstrap, topic, values, partition=partition)
     environment = {
@@ -209,7 +185,7 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
         "ANABRANCH__REPLAY__CAPACITY": "500",
         "ANABRANCH__GATE__HOLDOUT_FRACTION": "0",
     }
-    steps, brake = 4000 // 16, config.parent / "brake"
+    steps, brake = 2000 // 16, config.parent / "brake"
     learner = start(config, **environment)
     learner.wait_for(lambda each: each.steps == steps, patience=200)
     assert learner.stop() == 0
@@ -242,21 +218,17 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
         assert all(torch.equal(value, others[name]) for name, value in mine.items()), part
 
 
-@pytest.mark.parametrize("tier", ["device", "disk"])
 def test_after_kill_9_it_goes_on_from_the_checkpoint_and_everything_adds_up(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-    tier: str,
-) -> None:
+    kafka, make_topic, produce, pipeline, start
+):
     topic = make_topic(partitions=2)
     config = pipeline(kafka.bootstrap, topic)
     produced = 0
-    environment = {"ANABRANCH__CHECKPOINTS__EVERY": "200ms"}
-    if tier == "disk":
-        environment |= {"ANABRANCH__REPLAY__DISK__BYTES": "1MB", "ANABRANCH__REPLAY__DEVICE_BYTES": "10kB"}
+    environment = {
+        "ANABRANCH__CHECKPOINTS__EVERY": "200ms",
+        "ANABRANCH__REPLAY__DISK__BYTES": "1MB",
+        "ANABRANCH__REPLAY__DEVICE_BYTES": "10kB",
+    }
     learner = start(config, **environment)
     for round_ in range(1, 5):
         for partition in range(2):
@@ -271,18 +243,12 @@ def test_after_kill_9_it_goes_on_from_the_checkpoint_and_everything_adds_up(
     assert adds_up(report)
     assert report.outcomes["dead_lettered"] == 8
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 1200
-    assert report.replay_rows[tier] == report.outcomes["trained"], "an event is in the store twice, or not at all"
+    assert report.replay_rows["disk"] == report.outcomes["trained"], "an event is in the store twice, or not at all"
     assert report.replay_lost == 0
     assert report.holdout_rows == report.outcomes["held_out"]
 
 
-def test_sigterm_writes_a_checkpoint_so_that_no_event_comes_twice(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+def test_sigterm_writes_a_checkpoint_so_that_no_event_comes_twice(kafka, make_topic, produce, pipeline, start):
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
     learner = start(config)
@@ -302,13 +268,7 @@ def test_sigterm_writes_a_checkpoint_so_that_no_event_comes_twice(
 
 
 @pytest.mark.any_broker
-def test_a_learner_that_rests_makes_no_checkpoints_and_is_well(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+def test_a_learner_that_rests_makes_no_checkpoints_and_is_well(kafka, make_topic, produce, pipeline, start):
     topic = make_topic()
     learner = start(pipeline(kafka.bootstrap, topic, '[checkpoints]\nevery = "50ms"\n'))
 
@@ -325,9 +285,7 @@ def test_a_learner_that_rests_makes_no_checkpoints_and_is_well(
 
 
 @pytest.mark.any_broker
-def test_it_ends_with_its_supervisor(
-    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
-) -> None:
+def test_it_ends_with_its_supervisor(kafka, make_topic, pipeline, start):
     learner = start(pipeline(kafka.bootstrap, make_topic()))
     learner.wait_for(lambda _: True)
     assert learner.process.stdin is not None
@@ -337,13 +295,8 @@ def test_it_ends_with_its_supervisor(
 
 @pytest.mark.slow
 def test_a_topic_that_was_created_again_ends_it_with_2_or_is_read_from_its_beginning_as_on_gap_says(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    recreate_topic: Callable[[str, str], None],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+    kafka, make_topic, recreate_topic, produce, pipeline, start
+):
     """First as a stopped learner finds it, then while one reads."""
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
@@ -367,23 +320,17 @@ def test_a_topic_that_was_created_again_ends_it_with_2_or_is_read_from_its_begin
     assert learner.stop() == 0
 
 
-def test_a_second_learner_on_the_same_state_directory_ends_with_2(
-    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path]
-) -> None:
+def test_a_second_learner_on_the_same_state_directory_ends_with_2(kafka, make_topic, pipeline):
     config = pipeline(kafka.bootstrap, make_topic())
-    with hold_state_directory(config.parent / "var"):
+    with lock_state_directory(config.parent / "var"):
         code, sentence = ended(config)
     assert (code, "another learner is at work" in sentence) == (2, True)
 
 
 @pytest.mark.any_broker
 def test_a_learner_goes_on_after_what_is_there_of_versions_and_checkpoints_where_the_file_of_generations_was_lost(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+    kafka, make_topic, produce, pipeline, start
+):
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
     for turn in range(1, 4):
@@ -406,18 +353,14 @@ def test_a_learner_goes_on_after_what_is_there_of_versions_and_checkpoints_where
 
 @pytest.mark.any_broker
 def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writes_nothing_more(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+    kafka, make_topic, produce, pipeline, start
+):
     topic = make_topic()
     learner = start(pipeline(kafka.bootstrap, topic, '[checkpoints]\nevery = "50ms"\n'))
     produce(kafka.bootstrap, topic, events(100))
     at_rest(learner, 100)  # a checkpoint that has begun is finished
     (learner.state_dir / LOCK).unlink()  # as a network file system may lose it
-    with hold_state_directory(learner.state_dir) as generation:
+    with lock_state_directory(learner.state_dir) as generation:
         assert generation == 2
         before = sorted((learner.state_dir / "checkpoints").iterdir())
         produce(kafka.bootstrap, topic, events(100))
@@ -430,36 +373,30 @@ def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writ
     ("extra", "model", "sentence"),
     [
         ("[nonsense]\n", LINEAR, "unknown key nonsense"),
-        ("", "def build():\n    return 3\n", "returned int, not a torch.nn.Module"),
         ("", "from torch import nn\ndef build():\n    return nn.Linear(3, 4)\n", "needs floats of shape [3, 3]"),
-        ("", "import no_such_library\n", "imports no_such_library, which is missing"),
     ],
-    ids=["unknown key", "no module", "wrong output", "missing import"],
+    ids=["settings", "model"],
 )
 @pytest.mark.process
-def test_what_is_wrong_before_the_first_step_ends_with_2_and_one_sentence(
-    pipeline: Callable[..., Path], extra: str, model: str, sentence: str
-) -> None:
+def test_what_is_wrong_before_the_first_step_ends_with_2_and_one_sentence(pipeline, extra, model, sentence):
     code, said = ended(pipeline("127.0.0.1:1", "t", extra, model))
     assert code == 2
     assert sentence in said
 
 
 @pytest.mark.process
-def test_an_unreachable_broker_ends_with_3(pipeline: Callable[..., Path], free_port: Callable[[], int]) -> None:
+def test_an_unreachable_broker_ends_with_3(pipeline, free_port):
     code, said = ended(pipeline(f"127.0.0.1:{free_port()}", "t"))
     assert (code, "no Kafka broker can be reached" in said) == (3, True)
 
 
-def test_a_missing_topic_ends_with_3(kafka: Any, pipeline: Callable[..., Path]) -> None:
+def test_a_missing_topic_ends_with_3(kafka, pipeline):
     code, said = ended(pipeline(kafka.bootstrap, "no-such-topic"))
     assert (code, 'topic "no-such-topic" does not exist' in said) == (3, True)
 
 
 @pytest.mark.any_broker
-def test_a_taken_status_address_ends_with_2(
-    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
-) -> None:
+def test_a_taken_status_address_ends_with_2(kafka, make_topic, pipeline, start):
     config = pipeline(kafka.bootstrap, make_topic())
     start(config).wait_for(lambda _: True)
     code, said = ended(config, ANABRANCH__STATE_DIR="other")
@@ -467,9 +404,7 @@ def test_a_taken_status_address_ends_with_2(
     assert "learner.status" in said
 
 
-def test_metrics_require_the_token_where_there_is_one(
-    kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
-) -> None:
+def test_metrics_require_the_token_where_there_is_one(kafka, make_topic, pipeline, start):
     config = pipeline(kafka.bootstrap, make_topic())
     learner = start(config, ANABRANCH__SERVING__TOKENS__READ="secret")
     learner.wait_for(lambda _: True)
@@ -484,30 +419,22 @@ def test_metrics_require_the_token_where_there_is_one(
 
 @pytest.mark.any_broker
 @pytest.mark.parametrize("disk", [True, False], ids=["above a disk", "as the last tier"])
-def test_training_goes_on_whatever_becomes_of_redis(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-    mortal_redis: Any,
-    disk: bool,
-) -> None:
+def test_training_goes_on_whatever_becomes_of_redis(kafka, make_topic, produce, pipeline, start, mortal_redis, disk):
     topic = make_topic()
     extra = f'[replay]\ndevice_bytes = 0\nredis = {{url = "{mortal_redis.url}", bytes = "20MB"}}\n'
     learner = start(pipeline(kafka.bootstrap, topic, extra + ('disk = {bytes = "20MB"}\n' if disk else "")))
     sent = 0
 
-    def learn(more: int = 200) -> LearnerReport:
+    def learn(more=200):
         nonlocal sent
         produce(kafka.bootstrap, topic, events(more))
         sent += more
         return learner.wait_for(lambda each: total(each) == sent)
 
-    def redis_is_unhealthy(report: LearnerReport) -> bool:
+    def redis_is_unhealthy(report):
         return any("replay.redis" in sentence for sentence in report.problems)
 
-    def healed() -> LearnerReport:
+    def healed():
         return learner.wait_for(lambda report: not redis_is_unhealthy(report))
 
     assert learn().replay_lost == 0
@@ -536,14 +463,7 @@ def test_training_goes_on_whatever_becomes_of_redis(
 @pytest.mark.parametrize(
     "policies", ['sampling = "similar"', 'sampling = "diverse"\nadmission = "diverse"'], ids=["similar", "diverse"]
 )
-def test_events_are_compared_where_the_model_puts_them(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-    policies: str,
-) -> None:
+def test_events_are_compared_where_the_model_puts_them(kafka, make_topic, produce, pipeline, start, policies):
     topic = make_topic()
     model = (
         "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))\n"
@@ -564,13 +484,7 @@ def test_events_are_compared_where_the_model_puts_them(
 
 
 @pytest.mark.any_broker
-def test_events_of_several_classes_are_learned_stored_and_gone_on_with(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+def test_events_of_several_classes_are_learned_stored_and_gone_on_with(kafka, make_topic, produce, pipeline, start):
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)
     environment = {
@@ -607,13 +521,7 @@ def test_events_of_several_classes_are_learned_stored_and_gone_on_with(
 
 
 @pytest.mark.any_broker
-def test_a_class_at_each_position_is_learned_stored_and_gone_on_with(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+def test_a_class_at_each_position_is_learned_stored_and_gone_on_with(kafka, make_topic, produce, pipeline, start):
     """Lists are of any length, and have null; some are no labels."""
     topic = make_topic()
     model = LINEAR.replace("nn.Linear(3, 3)", "nn.Sequential(nn.Linear(3, 6), nn.Unflatten(1, (2, 3)))")
@@ -642,13 +550,7 @@ def test_a_class_at_each_position_is_learned_stored_and_gone_on_with(
 
 
 @pytest.mark.any_broker
-def test_the_output_of_the_model_is_kept_with_each_event_for_der(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    pipeline: Callable[..., Path],
-    start: Callable[..., Learner],
-) -> None:
+def test_the_output_of_the_model_is_kept_with_each_event_for_der(kafka, make_topic, produce, pipeline, start):
     """Also of a checkpoint that is gone on from, but not under a strategy that keeps none."""
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)

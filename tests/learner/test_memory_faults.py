@@ -6,7 +6,6 @@ Where it cannot continue, its process ends with exit code 1, and the next one go
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
-from ingest.events.schema import Schema
-from learner.errors import MemoryShortageError
-from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import Checkpoint
-from learner.strategies.registry import STRATEGIES
-from learner.training import out_of_memory as handling
-from learner.training import trainer
-from learner.training.out_of_memory import MemoryUse
-from replay.background_store import BackgroundStore
-from replay.tiers import device_rows, memory
+from anabranch.core.shutdown import Deadline
+from anabranch.learner.errors import MemoryShortageError
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train import out_of_memory as handling
+from anabranch.learner.train import trainer
+from anabranch.learner.train.out_of_memory import MemoryUse
+from anabranch.replay.background_store import BackgroundStore
+from anabranch.replay.tiers import memory
 from tests.learner import learner_bench
 from tests.learner.learner_bench import ROWS, LearnerBench, small_model
 
@@ -37,7 +34,7 @@ MakeBench = Callable[..., LearnerBench]
 class OneFault(TorchDispatchMode):
     """Runs out of memory at the n-th operation that allocates; counts them."""
 
-    def __init__(self, at: int, stopped: Callable[[], bool]) -> None:
+    def __init__(self, at, stopped):
         super().__init__()
         self.at = at
         self.count = 0
@@ -45,7 +42,7 @@ class OneFault(TorchDispatchMode):
         """Whether the learner had been stopped before it."""
         self._stopped = stopped
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(returned.alias_info is None for returned in func._schema.returns):
             self.count += 1
             if self.count == self.at:
@@ -55,7 +52,7 @@ class OneFault(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def as_a_shared_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_a_shared_device(monkeypatch):
     """Let the CPU be a device that others use too, with a store whose work is done in this thread."""
     monkeypatch.setattr(handling, "is_shared", lambda _device: True)
     monkeypatch.setattr(handling, "memory_use", lambda _device: MemoryUse(10**9, 80 * 10**9, 10**9))
@@ -65,19 +62,19 @@ def as_a_shared_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_bench, "BackgroundStore", functools.partial(BackgroundStore, in_background=False))
 
 
-def newest(bench: LearnerBench) -> Checkpoint:
+def newest(bench):
     found = bench.checkpoints.newest()
     assert found is not None
     return found[1]
 
 
-def live(make: Callable[[], LearnerBench], at: int, checkpoint_at: int | None) -> tuple[int, int]:
+def live(make, at, checkpoint_at):
     """Run a learner with a fault and a checkpoint after a step, and others after it until one has reached the end.
 
     Returns the operations that allocate, of the first, and how many processes there were.
     """
 
-    def checkpoint() -> None:
+    def checkpoint():
         if bench.loop.state.steps == checkpoint_at:
             bench.checkpointer.request()
         bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
@@ -111,21 +108,13 @@ def live(make: Callable[[], LearnerBench], at: int, checkpoint_at: int | None) -
     return fault.count, processes
 
 
-def sweep(
-    schema: Schema,
-    path: Path,
-    strategy: str,
-    first: int,
-    stride: int,
-    sampling: str = "uniform",
-    batch_size: int = ROWS - 1,
-) -> list[int]:
+def sweep(schema, path, strategy, first, stride, sampling="uniform", batch_size=ROWS - 1):
     """Run out of memory at each `stride`-th operation; return how many processes each run took."""
     # A learner of the bench cannot resume within a block.
     checkpoint_at = 3 if batch_size == ROWS - 1 else None
 
-    def learner_in(folder: Path) -> Callable[[], LearnerBench]:
-        def make() -> LearnerBench:
+    def learner_in(folder):
+        def make():
             torch.manual_seed(0)
             options: dict[str, Any] = {"strategy": STRATEGIES[strategy](), "replay": {"sampling": sampling}}
             learner = {"batch_size": batch_size, "max_delay": "1h"}
@@ -139,7 +128,7 @@ def sweep(
 
 
 @pytest.mark.timeout(60)
-def test_memory_that_runs_out_anywhere_loses_no_event(schema: Schema, tmp_path: Path) -> None:
+def test_memory_that_runs_out_anywhere_loses_no_event(schema, tmp_path):
     processes = sweep(schema, tmp_path, "er", first=1, stride=151)
     assert 1 in processes, "most faults are survived"
 
@@ -147,27 +136,23 @@ def test_memory_that_runs_out_anywhere_loses_no_event(schema: Schema, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "sampling"), [("er", "loss"), ("der", "uniform")])
-def test_memory_that_runs_out_at_any_operation_loses_no_event(
-    schema: Schema, tmp_path: Path, strategy: str, sampling: str
-) -> None:
+def test_memory_that_runs_out_at_any_operation_loses_no_event(schema, tmp_path, strategy, sampling):
     processes = sweep(schema, tmp_path, strategy, first=2, stride=7, sampling=sampling)
     assert processes.count(1) > len(processes) / 2, "most faults are survived"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_memory_that_runs_out_while_a_batch_is_taken_early_loses_no_event(schema: Schema, tmp_path: Path) -> None:
+def test_memory_that_runs_out_while_a_batch_is_taken_early_loses_no_event(schema, tmp_path):
     processes = sweep(schema, tmp_path, "er", first=2, stride=17, batch_size=10)
     assert processes.count(1) > len(processes) / 2, "most faults are survived"
 
 
-def test_a_learner_that_is_stopped_while_it_waits_for_memory_saves_its_progress(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_that_is_stopped_while_it_waits_for_memory_saves_its_progress(make_bench, monkeypatch):
     bench = make_bench(BLOCKS)
     step, steps = bench.trainer.step, [0]
 
-    def short(*given: Any) -> Any:
+    def short(*given):
         steps[0] += 1
         if steps[0] > 2:
             raise MemoryShortageError("cpu has too little memory", undone=True)
@@ -188,19 +173,17 @@ def test_a_learner_that_is_stopped_while_it_waits_for_memory_saves_its_progress(
     assert sorted(other.store.event_table.copy()["offset"].tolist()) == TRAINED
 
 
-def test_a_checkpoint_without_memory_to_read_the_store_is_skipped_and_the_next_one_is_written(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_memory_to_read_the_store_is_skipped_and_the_next_one_is_written(make_bench, monkeypatch):
     bench, errors = make_bench(BLOCKS), [torch.OutOfMemoryError(OOM) for _ in range(2)]  # the last one has two tries
     bench.run()
-    read = device_rows.DeviceRows.read
+    read = memory.DeviceRows.read
 
-    def short(rows: device_rows.DeviceRows, *given: Any) -> torch.Tensor:
+    def short(rows, *given):
         if errors:
             raise errors.pop()
         return read(rows, *given)
 
-    monkeypatch.setattr(device_rows.DeviceRows, "read", short)
+    monkeypatch.setattr(memory.DeviceRows, "read", short)
     bench.finish()
     assert not errors
     assert bench.checkpointer.problem is not None
@@ -215,12 +198,10 @@ def test_a_checkpoint_without_memory_to_read_the_store_is_skipped_and_the_next_o
     assert sorted(other.store.event_table.copy()["offset"].tolist()) == TRAINED
 
 
-def test_a_shortage_that_lasts_ends_the_learner_without_a_checkpoint_of_the_middle_of_a_step(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shortage_that_lasts_ends_the_learner_without_a_checkpoint_of_the_middle_of_a_step(make_bench, monkeypatch):
     bench = make_bench(BLOCKS)
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise torch.OutOfMemoryError(OOM)
 
     monkeypatch.setattr(bench.loop._replay, "add", fail)

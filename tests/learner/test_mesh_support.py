@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from anabranch.config.loader import examine_config
-from learner.config import LearnerSettings
-from learner.strategies.registry import STRATEGIES
-from tools.mesh_support import COLUMNS, PAIRS, ROWS, Column, Row, lines, refusal, settings
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from tools.mesh_support import COLUMNS, PAIRS, ROWS, lines, refusal, settings
 
 Play = Any
 CELLS = [
@@ -33,16 +33,14 @@ BASE = """
 """
 
 
-def toml(value: Any) -> str:
+def toml(value):
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + "}"
     return json.dumps(value)
 
 
 @pytest.mark.parametrize(("row", "column"), REFUSED)
-def test_what_is_refused_is_refused_by_the_configuration_with_its_sentence(
-    row: Row, column: Column, tmp_path: Path
-) -> None:
+def test_what_is_refused_is_refused_by_the_configuration_with_its_sentence(row, column, tmp_path):
     sections = {
         "learner": settings(row, column),
         "replay": dict(row.replay),
@@ -61,12 +59,12 @@ def test_what_is_refused_is_refused_by_the_configuration_with_its_sentence(
     assert any(str(refusal(row, column)) in each for each in sentences), sentences
 
 
-def scenario(row: Row, column: Column) -> dict[str, Any]:
+def scenario(row, column):
     """Two steps of a model that can be divided along each dimension."""
     learner = settings(row, column) or {}
     strategy = LearnerSettings.model_validate(learner).strategy.name
     kind, mesh = STRATEGIES[strategy], learner["mesh"]
-    embeds = kind.embeds or bool(row.replay)
+    embeds = kind.kind.embeds or bool(row.replay)
     parallel = {"0": "column", "2": "row", "[46]": "expert"}
     common = {"strategy": strategy, "steps": [[8, *[4] * len(kind().samples(4))]] * 2, "width": 8, "double": False}
     common |= {
@@ -81,7 +79,7 @@ def scenario(row: Row, column: Column) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
-def test_what_is_not_refused_trains(play: Play, column: Column) -> None:
+def test_what_is_not_refused_trains(play, column):
     cells = [cell.values for cell in CELLS if cell.values[1] is column and cell.values[0].name not in ELSEWHERE]
     able = [row for row, _ in cells if refusal(row, column) is None]
     assert len(able) > 6
@@ -92,6 +90,6 @@ def test_what_is_not_refused_trains(play: Play, column: Column) -> None:
             assert found["loss"].isfinite(), row.name
 
 
-def test_the_table_of_the_page_is_that_of_the_rules() -> None:
+def test_the_table_of_the_page_is_that_of_the_rules():
     page = (Path(__file__).parents[2] / "docs/explanation/parallelism.md").read_text()
     assert "\n".join(lines()) in page, "write it again: python -m tools.mesh_support"

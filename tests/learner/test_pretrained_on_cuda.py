@@ -1,57 +1,54 @@
 """Adapters, frozen layers in fewer bits, experts and teachers on a CUDA device, or on that of the recorder."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.config import LearnerSettings
-from learner.evaluation.chunks import Chunks
-from learner.model.adapter import apply_adapter
-from learner.model.base_file import write_base
-from learner.model.base_precision import Nf4Embedding, Nf4Linear
-from learner.model.device import choose_precision
-from learner.model.growing.parts import parts_in
-from learner.model.task import Classification
-from learner.model.trained_set import base_state, decide_trained_set, trained_state
-from learner.sections.adapter import AdapterSettings
-from learner.state_dir.bases import Bases
-from learner.strategies.base import Strategy
-from learner.strategies.registry import STRATEGIES
-from learner.teacher.module import ModuleTeacher
-from learner.training.trainer import Trainer
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.evaluate.chunks import Chunks
+from anabranch.learner.extensions.teacher.opening import ModuleTeacher
+from anabranch.learner.model.adapter import Adapter
+from anabranch.learner.model.base_precision import Nf4Embedding, Nf4Linear
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.growing.pool import parts_in
+from anabranch.learner.model.task import Classification
+from anabranch.learner.model.trained_set import base_state, decide_trained_set, trained_state, write_base
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.model import AdapterSettings
+from anabranch.learner.state_dir.bases import Bases
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.testing.strategies import extended
 from tests.learner.learner_bench import CPU, LearnerBench
 from tests.support.cuda_recorder import CudaRecorder
 from tests.support.gpu import rtol
-from tests.support.strategies import extended, small_strategy
+from tests.support.strategies import small_strategy
 
 EXACT: dict[str, Any] = {"precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.1}}
 pytestmark = pytest.mark.usefixtures("packages_of_pretrained")
 PRECISIONS = ["fp32", "bf16", "nf4"]
 
 
-def adapted(precision: str) -> nn.Module:
+def adapted(precision):
     pytest.importorskip("peft")
     if precision == "nf4":
         pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
     settings = {"rank": 2, "train": ["4"], "base_precision": precision}
-    model = apply_adapter(model, AdapterSettings.model_validate(settings))
+    model = Adapter(AdapterSettings.model_validate(settings)).convert(model, ModelContext(torch.device("cpu")))
     decide_trained_set(model)
     return model
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40], ids=["one", "few", "many"])
 @pytest.mark.parametrize("shape", [(32, 64), (8, 300), (64, 64)], ids=str)
-def test_kernels_of_four_bits_compute_on_a_device_what_they_do_on_the_cpu(
-    cuda: torch.device, shape: tuple[int, int], rows: int
-) -> None:
+def test_kernels_of_four_bits_compute_on_a_device_what_they_do_on_the_cpu(cuda, shape, rows):
     """With gradients, which multiplies by the unpacked weights, and without, for which there are other kernels."""
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
@@ -73,7 +70,7 @@ def test_kernels_of_four_bits_compute_on_a_device_what_they_do_on_the_cpu(
     torch.testing.assert_close(half.float().cpu(), expected.detach(), rtol=0.05, atol=0.05)
 
 
-def test_an_embedding_of_four_bits_returns_the_same_rows(cuda: torch.device) -> None:
+def test_an_embedding_of_four_bits_returns_the_same_rows(cuda):
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     words = Nf4Embedding(nn.Embedding(50, 128))
@@ -84,9 +81,7 @@ def test_an_embedding_of_four_bits_returns_the_same_rows(cuda: torch.device) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_learner_trains_adapters_on_a_device_as_on_the_cpu(
-    schema: Schema, tmp_path: Path, cuda: torch.device, precision: str
-) -> None:
+def test_a_learner_trains_adapters_on_a_device_as_on_the_cpu(schema, tmp_path, cuda, precision):
     """And its base is the same file, wherever it is trained."""
     steps, trained, bases = 5, [], []
     for name, device in (("cpu", CPU), ("cuda", cuda)):
@@ -106,9 +101,7 @@ def test_a_learner_trains_adapters_on_a_device_as_on_the_cpu(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_learner_with_adapters_goes_on_from_its_checkpoint_on_a_device(
-    schema: Schema, tmp_path: Path, cuda: torch.device, precision: str
-) -> None:
+def test_a_learner_with_adapters_goes_on_from_its_checkpoint_on_a_device(schema, tmp_path, cuda, precision):
     first = LearnerBench(tmp_path, schema, adapted(precision), 4, device=cuda, learner=EXACT)
     first.run()
     first.finish()
@@ -123,9 +116,7 @@ def test_a_learner_with_adapters_goes_on_from_its_checkpoint_on_a_device(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_streams_and_copies_of_a_learner_with_adapters_are_in_order(
-    schema: Schema, tmp_path: Path, precision: str
-) -> None:
+def test_streams_and_copies_of_a_learner_with_adapters_are_in_order(schema, tmp_path, precision):
     with CudaRecorder() as recorder:
         bench = LearnerBench(tmp_path, schema, adapted(precision), 4, device=torch.device("cuda", 0), learner=EXACT)
         bench.run()
@@ -134,15 +125,13 @@ def test_streams_and_copies_of_a_learner_with_adapters_are_in_order(
     recorder.check()
 
 
-def trainer_on(
-    schema: Schema, model: nn.Module, device: torch.device, strategy: Strategy | None = None, **settings: Any
-) -> Trainer:
+def trainer_on(schema, model, device, strategy=None, **settings):
     options = LearnerSettings.model_validate({**EXACT, **settings})
     parts = (model.to(device), Classification(), strategy or STRATEGIES["er"](), schema, options, device)
-    return Trainer(*parts, choose_precision("fp32", device))
+    return Trainer(TrainingSetup(*parts, choose_precision("fp32", device)))
 
 
-def learn(trainer: Trainer, schema: Schema, steps: int) -> None:
+def learn(trainer, schema, steps):
     for step in range(steps):
         new, old = (
             trainer.examples(fake_columns(schema, range(begin, begin + 16), label=[0, 1, 2]))
@@ -153,21 +142,21 @@ def learn(trainer: Trainer, schema: Schema, steps: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_graph_replays_steps_of_adapters(schema: Schema, precision: str) -> None:
+def test_a_graph_replays_steps_of_adapters(schema, precision):
     found: list[dict[str, Tensor]] = []
     for graphs in (False, True):
         trainer = trainer_on(schema, adapted(precision), torch.device("cuda", 0), graphs=graphs)
         learn(trainer, schema, 10)
         if graphs:
-            assert trainer._passes._graphs is not None
-            assert not trainer._passes._graphs.refused
+            assert trainer.runner._graphs is not None
+            assert not trainer.runner._graphs.refused
         found.append(dict(trained_state(trainer.model)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_base_takes_its_bytes_on_the_device_once(schema: Schema, precision: str) -> None:
+def test_the_base_takes_its_bytes_on_the_device_once(schema, precision):
     """Neither the optimizer nor a snapshot for a version copies what is frozen."""
     model = adapted(precision).cuda()
     base = sum(value.numel() * value.element_size() for value in base_state(model).values())
@@ -175,19 +164,17 @@ def test_the_base_takes_its_bytes_on_the_device_once(schema: Schema, precision: 
     learn(trainer, schema, 2)
     kept = trainer.snapshot()
     assert sum(value.numel() * value.element_size() for value in kept.values()) < base
-    assert not set(base_state(trainer.model)) & {name.removeprefix("model.") for name in trainer.optimizer_state()}
+    assert not set(base_state(trainer.model)) & {name.removeprefix("model.") for name in trainer.tensors()["optimizer"]}
 
 
-def sequential() -> nn.Module:
+def sequential():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["experts", "progressive"])
-def test_parts_of_a_growing_model_learn_and_predict_on_a_device_as_on_the_cpu(
-    schema: Schema, cuda: torch.device, strategy: str
-) -> None:
+def test_parts_of_a_growing_model_learn_and_predict_on_a_device_as_on_the_cpu(schema, cuda, strategy):
     outputs, sizes = [], []
     x = torch.linspace(-1, 1, 30).reshape(10, 3)
     for device in (CPU, cuda):
@@ -207,9 +194,7 @@ def test_parts_of_a_growing_model_learn_and_predict_on_a_device_as_on_the_cpu(
 
 
 @pytest.mark.slow
-def test_a_learner_has_the_same_outputs_of_a_teacher_on_a_device_and_on_the_cpu(
-    schema: Schema, tmp_path: Path, cuda: torch.device
-) -> None:
+def test_a_learner_has_the_same_outputs_of_a_teacher_on_a_device_and_on_the_cpu(schema, tmp_path, cuda):
     """The teacher runs on another stream while the steps go on."""
     steps, trained = 5, []
     for name, device in (("cpu", CPU), ("cuda", cuda)):
@@ -229,7 +214,7 @@ def test_a_learner_has_the_same_outputs_of_a_teacher_on_a_device_and_on_the_cpu(
     torch.testing.assert_close(trained[1], trained[0], rtol=within, atol=within)
 
 
-def test_streams_and_copies_of_a_learner_with_a_teacher_are_in_order(schema: Schema, tmp_path: Path) -> None:
+def test_streams_and_copies_of_a_learner_with_a_teacher_are_in_order(schema, tmp_path):
     with CudaRecorder() as recorder:
         device = torch.device("cuda", 0)
         teacher = ModuleTeacher("the teacher", nn.Linear(3, 3).to(device), ["x"], (3,), Chunks(device))

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import LearnerSettings
-from learner.errors import ModelError
-from learner.model.device import choose_precision
-from learner.model.growing.column_pool import ColumnPool
-from learner.model.growing.parts import pool_of
-from learner.model.task import Classification
-from learner.strategies.examples import Examples
-from learner.strategies.growing.progressive import Progressive
-from learner.training.trainer import Trainer
-from tests.support.strategies import extended
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.growing.column_pool import ColumnPool
+from anabranch.learner.model.growing.pool import pool_of
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.examples import Examples
+from anabranch.learner.strategies.growing import Progressive
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.testing.strategies import extended
 
 CPU = torch.device("cpu")
 EVENTS = {"features": {"x": {"dtype": "float32", "shape": [4]}}, "label": {"name": "y", "classes": 6}}
@@ -29,35 +30,37 @@ CENTRES = torch.randn(6, 4, generator=torch.Generator().manual_seed(5)) * 4
 
 
 @pytest.fixture
-def schema() -> Schema:
+def schema():
     return Schema(SchemaSettings.model_validate(EVENTS))
 
 
-def make_trainer(schema: Schema, most: int = 5) -> tuple[Trainer, ColumnPool]:
+def make_trainer(schema, most=5):
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 6))
     model = nn.Sequential(nn.Flatten(), inner)
     strategy = extended(Progressive(least=20, most=most), model, schema, embedding="1.0")
     settings = LearnerSettings.model_validate({"optimizer": {"name": "adamw", "lr": 0.02}, "max_grad_norm": math.inf})
-    trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, choose_precision("fp32", CPU))
+    trainer = Trainer(
+        TrainingSetup(model, Classification(), strategy, schema, settings, CPU, choose_precision("fp32", CPU))
+    )
     pool = pool_of(model)
     assert isinstance(pool, ColumnPool)
     return trainer, pool
 
 
-def events(classes: tuple[int, ...], seed: int, n: int = 16) -> Examples:
+def events(classes, seed, n=16):
     generator = torch.Generator().manual_seed(seed)
     label_B = torch.tensor(classes)[torch.arange(n) % len(classes)]
     return Examples({"x": CENTRES[label_B] + torch.randn(n, 4, generator=generator)}, label_B, torch.ones(n))
 
 
-def learn(trainer: Trainer, steps: int = 20) -> None:
+def learn(trainer, steps=20):
     for index, classes in enumerate(((0, 1), (2, 3), (4, 5))):
         for step in range(steps):
             assert trainer.step(events(classes, 100 * index + step)).finite
 
 
-def test_classes_that_come_one_after_the_other_are_kept(schema: Schema) -> None:
+def test_classes_that_come_one_after_the_other_are_kept(schema):
     trainer, pool = make_trainer(schema)
     learn(trainer)
     test = events(tuple(range(6)), 999, 600)
@@ -67,7 +70,7 @@ def test_classes_that_come_one_after_the_other_are_kept(schema: Schema) -> None:
     assert right.float().mean() > 0.9
 
 
-def test_a_column_is_that_of_the_paper(schema: Schema) -> None:
+def test_a_column_is_that_of_the_paper(schema):
     """h of column k = f(W h + sum over earlier columns j of U_j h of column j)."""
     trainer, pool = make_trainer(schema)
     learn(trainer, steps=4)
@@ -96,7 +99,7 @@ def test_a_column_is_that_of_the_paper(schema: Schema) -> None:
     assert torch.allclose(logits, columns[3], atol=1e-5)
 
 
-def test_frozen_columns_keep_every_bit(schema: Schema) -> None:
+def test_frozen_columns_keep_every_bit(schema):
     trainer, pool = make_trainer(schema)
     kept = []
     for index, classes in enumerate(((0, 1), (2, 3), (4, 5))):
@@ -109,7 +112,7 @@ def test_frozen_columns_keep_every_bit(schema: Schema) -> None:
                 assert torch.equal(later[name][: len(value)], value), name
 
 
-def test_other_models_are_refused_by_a_sentence(schema: Schema) -> None:
+def test_other_models_are_refused_by_a_sentence(schema):
     for model, found in (
         (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)), "has a BatchNorm1d"),
         (nn.Linear(4, 6), "is a Linear"),

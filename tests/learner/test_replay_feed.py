@@ -7,45 +7,44 @@ import numpy as np
 import torch
 from prometheus_client import CollectorRegistry, Histogram
 
-from ingest.events.block import Array
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.replay_feed import NOTHING, NoFeed, StoreFeed
-from learner.strategies.early_negatives import EARLY, Early
-from learner.strategies.registry import STRATEGIES
-from learner.stream.batches import Batch
-from learner.training.step_result import StepResult
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.step.replay_feed import NOTHING, ReplayFeed, StoreFeed
+from anabranch.learner.strategies.examples import EARLY, Early
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.stream.batches import Batch
+from anabranch.learner.train.step_result import StepResult
 
 
-def test_a_feed_with_a_store_goes_on_from_the_checkpoint_of_a_strategy_that_replays_nothing() -> None:
+def test_a_feed_with_a_store_goes_on_from_the_checkpoint_of_a_strategy_that_replays_nothing():
     part: Any = SimpleNamespace()
     feed = StoreFeed(part, part, part, part, batch_size=1, step_size=1, timer=part)
-    feed.restore(NoFeed().state())
+    feed.restore(ReplayFeed().state())
     assert feed.state() == {"debt": 0.0}
-    NoFeed().restore({"debt": 0.5})
+    ReplayFeed().restore({"debt": 0.5})
 
 
 class _RecordedStore:
     """Records what is added."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.fields: dict[str, Any] = {"output": (np.dtype(np.float32), (3,))}
         self.listens = False
         self.added: list[dict[str, Array]] = []
         self.removed: list[list[int]] = []
 
-    def add(self, columns: dict[str, Array], *_: object) -> None:
+    def add(self, columns, *_):
         self.added.append(columns)
 
-    def remove_events(self, columns: dict[str, Array], *_: object) -> None:
+    def remove(self, columns, **_):
         self.removed.append(columns["offset"].tolist())
 
-    def plan_ahead(self, *_: object) -> None:
+    def plan_ahead(self, *_):
         pass
 
 
-def test_only_events_with_their_final_label_are_stored(schema: Schema) -> None:
-    store, strategy = _RecordedStore(), SimpleNamespace(keeps_output=True)
+def test_only_events_with_their_final_label_are_stored(schema):
+    store, strategy = _RecordedStore(), SimpleNamespace(kind=SimpleNamespace(keeps_output=True))
     part: Any = SimpleNamespace()
     feed = StoreFeed(store, strategy, part, part, batch_size=1, step_size=1, timer=part)  # type: ignore[arg-type]
     new = {**fake_columns(schema, range(3), label=[0, 0, 1]), EARLY: np.array([0, 1, 2], np.uint8)}
@@ -62,8 +61,8 @@ def test_only_events_with_their_final_label_are_stored(schema: Schema) -> None:
     assert store.removed == []
 
 
-def test_an_event_that_is_taken_back_replaces_the_stored_negative(schema: Schema) -> None:
-    store, strategy = _RecordedStore(), SimpleNamespace(keeps_output=True)
+def test_an_event_that_is_taken_back_replaces_the_stored_negative(schema):
+    store, strategy = _RecordedStore(), SimpleNamespace(kind=SimpleNamespace(keeps_output=True))
     part: Any = SimpleNamespace()
     feed = StoreFeed(store, strategy, part, part, batch_size=1, step_size=1, timer=part)  # type: ignore[arg-type]
     new = {**fake_columns(schema, [7, 9], label=[1]), EARLY: np.array([0, 3], np.uint8), "waited": np.ones(2, np.bool_)}
@@ -75,8 +74,8 @@ def test_an_event_that_is_taken_back_replaces_the_stored_negative(schema: Schema
     assert added["waited"].tolist() == [True, False, True]
 
 
-def test_a_positive_that_is_only_stored_replaces_the_stored_negative(schema: Schema) -> None:
-    store, strategy = _RecordedStore(), SimpleNamespace(keeps_output=True)
+def test_a_positive_that_is_only_stored_replaces_the_stored_negative(schema):
+    store, strategy = _RecordedStore(), SimpleNamespace(kind=SimpleNamespace(keeps_output=True))
     part: Any = SimpleNamespace()
     feed = StoreFeed(store, strategy, part, part, batch_size=1, step_size=1, timer=part)  # type: ignore[arg-type]
     stored = {**fake_columns(schema, [7, 9], label=[1]), EARLY: np.array([0, 3], np.uint8)}
@@ -85,7 +84,7 @@ def test_a_positive_that_is_only_stored_replaces_the_stored_negative(schema: Sch
     assert (store.removed, added["offset"].tolist(), EARLY in added) == ([[9]], [7, 9], False)
 
 
-def test_a_step_for_which_nothing_is_planned_keeps_its_debt_and_is_no_sample_in_the_metrics() -> None:
+def test_a_step_for_which_nothing_is_planned_keeps_its_debt_and_is_no_sample_in_the_metrics():
     store: Any = SimpleNamespace(sample=lambda _step, _n: None, planned=lambda _step: 0)
     monitor: Any = SimpleNamespace(measures=False, adjustments=SimpleNamespace(replay_ratio=1.5))
     registry, part = CollectorRegistry(), SimpleNamespace()

@@ -1,12 +1,9 @@
 """A learner that restores a checkpoint continues as the original, bit for bit."""
 
-import dataclasses
 import threading
-from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,40 +12,31 @@ from torch import nn
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.object_store.bucket import Bucket
+from anabranch.core.shutdown import Deadline
 from anabranch.core.stream_secret import StreamSecret
-from ingest.backfill.files import FileMark
-from ingest.config import StreamSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from ingest.reader.cursors import Partition
-from learner.build import LearnerSpec, TrainingSetup
-from learner.config import (
-    DeviceSharingSettings,
-    LearnerSettings,
-    ModelSettings,
-)
-from learner.device_sharing.sharing import DeviceSharingSpec
-from learner.errors import CheckpointError
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.holder import holder_of, record_mode
-from learner.object_storage.opening import hold_storage
-from learner.resume import ResumePoint, check_history_is_read
-from learner.run import learn
-from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
-from learner.state_dir.lock import hold_state_directory
-from learner.strategies.base import Strategy
-from learner.strategies.der import DarkReplayPlus
-from learner.strategies.examples import Examples
-from learner.strategies.registry import STRATEGIES
-from learner.stream.partition_ledger import PartitionLedger
-from replay.config import ReplaySettings
-from replay.erasure.erasure_log import ErasureLog
-from replay.fake import add_now
-from replay.store import Store
-from tests.learner.learner_bench import CPU, NAME, ROWS, TIERS, LearnerBench, each_tier
+from anabranch.ingest.backfill.files import FileMark
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.learner.assembly import learn
+from anabranch.learner.checkpoints.format import RANK, Checkpoint, Checkpoints
+from anabranch.learner.checkpoints.resume import ResumePoint, check_history_is_read
+from anabranch.learner.errors import CheckpointError
+from anabranch.learner.object_storage.opening import holder_of, lease_storage, record_mode
+from anabranch.learner.settings.learner import DeviceSharingSettings, LearnerSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.state_dir.lock import lock_state_directory
+from anabranch.learner.strategies.der import DarkReplayPlus
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.stream.partition_ledger import PartitionLedger
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.replay.erasure.erasure_log import ErasureLog
+from anabranch.replay.settings import ReplaySettings
+from anabranch.testing.stores import add_now, sample_of
+from tests.learner.learner_bench import CPU, NAME, ROWS, TIERS, each_tier
 from tests.learner.learner_spec import learner_spec
 from tests.support.strategies import small_strategy
 
@@ -69,9 +57,7 @@ POLICIES = {
     ],
 )
 @pytest.mark.slow
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    make_bench: Callable[..., LearnerBench], replay: dict[str, Any], policies: dict[str, Any]
-) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make_bench, replay, policies):
     """Weights, running statistics, optimizer, dropout's generator, samples, holdout set, ledger and windows."""
     replay = {**replay, **policies}
     uninterrupted = make_bench(60, replay=policies)
@@ -102,10 +88,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"er", "progressive"}))
 @pytest.mark.slow
-def test_a_resumed_run_of_any_strategy_equals_the_uninterrupted_one_bit_for_bit(
-    make_bench: Callable[..., LearnerBench], name: str
-) -> None:
-    def make() -> Strategy:
+def test_a_resumed_run_of_any_strategy_equals_the_uninterrupted_one_bit_for_bit(make_bench, name):
+    def make():
         return small_strategy(name, **({"every": 7} if name in {"ewc", "lwf"} else {}))
 
     uninterrupted = make_bench(40, strategy=make())
@@ -126,11 +110,9 @@ def test_a_resumed_run_of_any_strategy_equals_the_uninterrupted_one_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_replay_ratio_and_drift_of_the_uninterrupted_one(
-    make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_has_the_replay_ratio_and_drift_of_the_uninterrupted_one(make_bench, monkeypatch):
     """So are the learning rate and the replay ratio that a drift has raised."""
-    monkeypatch.setattr("learner.adaptation.replay_ratio._SURE", 0)
+    monkeypatch.setattr("anabranch.learner.evaluate.replay_ratio._SURE", 0)
     drifts_at = 40 * ROWS  # from then on the model forgets the old labels
     learner = {
         "replay_ratio": "auto",
@@ -159,9 +141,7 @@ def test_a_resumed_run_has_the_replay_ratio_and_drift_of_the_uninterrupted_one(
         assert torch.equal(resumed.trainer.snapshot()[name], value), name
 
 
-def test_the_progress_of_a_checkpoint_without_a_version_is_published_after_a_crash(
-    make_bench: Callable[..., LearnerBench],
-) -> None:
+def test_the_progress_of_a_checkpoint_without_a_version_is_published_after_a_crash(make_bench):
     soon = Deadline(timedelta(seconds=20))
     bench = make_bench(25)
     bench.run()
@@ -184,9 +164,7 @@ def test_the_progress_of_a_checkpoint_without_a_version_is_published_after_a_cra
 
 
 @pytest.mark.slow
-def test_a_restart_with_few_free_slots_writes_checkpoints_before_its_first_step(
-    make_bench: Callable[..., LearnerBench], schema: Schema
-) -> None:
+def test_a_restart_with_few_free_slots_writes_checkpoints_before_its_first_step(make_bench, schema):
     """As after a crash before a checkpoint that would have freed slots was written."""
     replay = {"capacity": 3000, "disk": {"bytes": "177kB"}}
     bench = make_bench(120, replay=replay)
@@ -205,7 +183,7 @@ def test_a_restart_with_few_free_slots_writes_checkpoints_before_its_first_step(
     assert resumed.store.lost == 0
 
 
-def test_a_checkpoint_of_another_model_is_refused(make_bench: Callable[..., LearnerBench]) -> None:
+def test_a_checkpoint_of_another_model_is_refused(make_bench):
     bench = make_bench(4)
     bench.run()
     bench.finish()
@@ -214,7 +192,7 @@ def test_a_checkpoint_of_another_model_is_refused(make_bench: Callable[..., Lear
         other.resume()
 
 
-def test_a_new_learning_rate_applies_after_a_restart(make_bench: Callable[..., LearnerBench]) -> None:
+def test_a_new_learning_rate_applies_after_a_restart(make_bench):
     bench = make_bench(4)
     bench.run()
     bench.finish()
@@ -225,9 +203,7 @@ def test_a_new_learning_rate_applies_after_a_restart(make_bench: Callable[..., L
     assert [group["lr"] for group in resumed.trainer.update.optimizer.param_groups] == [0.5]
 
 
-def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused(
-    make_bench: Callable[..., LearnerBench], schema: Schema, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused(make_bench, schema, tmp_path):
     bench = make_bench(4)
     bench.run()
     bench.finish()
@@ -240,13 +216,11 @@ def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused(
 
 
 @pytest.mark.process
-def test_a_learner_that_is_stopped_while_it_fetches_its_state_ends_in_order(
-    make_bench: Callable[..., LearnerBench], schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_that_is_stopped_while_it_fetches_its_state_ends_in_order(make_bench, schema, tmp_path, monkeypatch):
     deployment, stop = _stored_deployment(tmp_path, schema), threading.Event()
     download = Bucket.download
 
-    def stopping(self: Bucket, path: str, to: Path) -> None:
+    def stopping(self, path, to):
         stop.set()
         download(self, path, to)
 
@@ -257,28 +231,26 @@ def test_a_learner_that_is_stopped_while_it_fetches_its_state_ends_in_order(
     assert b'"released":true' in Bucket(f"file://{tmp_path}/bucket", {}).read("head.json")
 
 
-def test_without_storage_a_learner_does_not_begin_where_mode_only_has_ended(schema: Schema, tmp_path: Path) -> None:
+def test_without_storage_a_learner_does_not_begin_where_mode_only_has_ended(schema, tmp_path):
     deployment = _stored_deployment(tmp_path, schema)
     record_mode(deployment.state_dir, "s3://bucket/prefix")
     with pytest.raises(SettingsError, match=r'is in s3://bucket/prefix, by storage\.mode = "only", and there is no'):
-        learn(dataclasses.replace(deployment, storage=None), threading.Event())
+        learn(deployment.with_changes(storage=None), threading.Event())
 
 
-def _stored_deployment(folder: Path, schema: Schema) -> LearnerSpec:
+def _stored_deployment(folder, schema):
     """Return a learner without state, and leave a checkpoint of another host in its object store."""
     (folder / "refused_model.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(3, 3)\n")
     storage, other, state_dir = StorageSettings(url=f"file://{folder}/bucket"), folder / "a", folder / "b"
-    with hold_state_directory(other) as generation, hold_storage(storage, other, generation) as held:
+    with lock_state_directory(other) as generation, lease_storage(storage, other, generation) as held:
         stored = Checkpoints(other, schema.digest, generation, held.checkpoints)
         stored.write(1, Checkpoint(1, {"model": {"w": torch.ones(9)}}, {}), 1.0)
     state_dir.mkdir()
     holder_of(state_dir)
-    return dataclasses.replace(_deployment(folder, schema, strategy="er"), state_dir=state_dir, storage=storage)
+    return _deployment(folder, schema, strategy="er").with_changes(state_dir=state_dir, storage=storage)
 
 
-def test_a_strategy_restores_the_checkpoint_of_another_without_its_state(
-    make_bench: Callable[..., LearnerBench], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_strategy_restores_the_checkpoint_of_another_without_its_state(make_bench, caplog):
     interrupted = make_bench(17, strategy=STRATEGIES["ewc"]())
     interrupted.run()
     interrupted.finish()
@@ -294,20 +266,18 @@ def test_a_strategy_restores_the_checkpoint_of_another_without_its_state(
 class RecordingStrategy(DarkReplayPlus):
     """DER++ that records the output of the model for each new event, by its features."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.outputs: dict[tuple[float, ...], list[float]] = {}
 
-    def after_step(self, new: Examples, output_B: torch.Tensor) -> None:
+    def after_step(self, new, output_B):
         self.outputs |= {
             tuple(x.tolist()): output.tolist() for x, output in zip(new.features["x"], output_B, strict=True)
         }
 
 
 @each_tier
-def test_the_store_keeps_the_output_of_the_model_for_an_event_when_it_was_new(
-    make_bench: Callable[..., LearnerBench], replay: dict[str, Any]
-) -> None:
+def test_the_store_keeps_the_output_of_the_model_for_an_event_when_it_was_new(make_bench, replay):
     """Also after a restart. Events without a label have no output."""
     strategy = RecordingStrategy()
     interrupted = make_bench(8, replay=replay, strategy=strategy)
@@ -318,7 +288,7 @@ def test_the_store_keeps_the_output_of_the_model_for_an_event_when_it_was_new(
     resumed = make_bench(14, replay=replay, strategy=strategy)
     resumed.resume()
     resumed.run()
-    sample = resumed.store.fetch(resumed.store.plan(0, len(resumed.store)))
+    sample = sample_of(resumed.store, 0, len(resumed.store))
     known = 0
     for x, output, labelled in zip(
         *(sample.columns[name] for name in ("feature.x", "output", "labelled")), strict=True
@@ -329,9 +299,7 @@ def test_the_store_keeps_the_output_of_the_model_for_an_event_when_it_was_new(
     assert len(resumed.store) > known > 200
 
 
-def test_checkpoints_that_were_moved_away_are_restored_once_they_are_back(
-    make_bench: Callable[..., LearnerBench], schema: Schema, tmp_path: Path
-) -> None:
+def test_checkpoints_that_were_moved_away_are_restored_once_they_are_back(make_bench, schema, tmp_path):
     disk = TIERS["disk with a small cache"]
     bench = make_bench(12, replay=disk)
     bench.run()
@@ -354,7 +322,7 @@ def test_checkpoints_that_were_moved_away_are_restored_once_they_are_back(
     assert again.loop.state.steps == 14
 
 
-def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, Any] | None = None) -> LearnerSpec:
+def _deployment(path, schema, strategy, replay=None):
     options = {"strategy": strategy, "batch_size": ROWS - 1, "max_delay": "1ms"}
     return learner_spec(
         path,
@@ -362,13 +330,11 @@ def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, 
         ModelSettings(factory="refused_model:build"),
         learner=LearnerSettings.model_validate(options),
         replay=ReplaySettings.model_validate({"capacity": 300, **(replay or {})}),
-        device_sharing=DeviceSharingSpec(
-            DeviceSharingSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)
-        ),
+        device_sharing=DeviceSharingSettings(policy="exclusive"),
     )
 
 
-def _open_without_checkpoint(path: Path, schema: Schema, replay: Mapping[str, Any]) -> Store:
+def _open_without_checkpoint(path, schema, replay):
     """Open the store as a learner without a checkpoint does."""
     checkpoints, written = Checkpoints(path / "checkpoints", schema.digest, 1), ErasureLog(path / "erasures.log")
     parts = SimpleNamespace(strategy=STRATEGIES["er"](), schema=schema, device=CPU, kept_outputs={}, embedding=None)
@@ -382,17 +348,17 @@ def _open_without_checkpoint(path: Path, schema: Schema, replay: Mapping[str, An
     return store
 
 
-def _held(store: Store) -> dict[int, bytes]:
+def _held(store):
     """Return the rows of the events held, by offset."""
     entries = store.event_table.copy()
-    rows, valid = store.tiers.read(entries["slot"].astype(np.int64), store.event_table.identity(entries["slot"]))
+    rows, valid = store.tiers.primary.read(
+        entries["slot"].astype(np.int64), store.event_table.identity(entries["slot"])
+    )
     assert valid.all()
     return dict(zip(entries["offset"].tolist(), map(bytes, rows.numpy()), strict=True))
 
 
-def test_a_restart_after_a_crash_before_the_first_step_has_the_first_start_positions(
-    make_bench: Callable[..., LearnerBench],
-) -> None:
+def test_a_restart_after_a_crash_before_the_first_step_has_the_first_start_positions(make_bench):
     bench = make_bench(4)
     bench.stream.partitions = [Partition(NAME, 7 * ROWS, 9 * ROWS)]
     bench.loop.begin(bench.stop, [])
@@ -414,8 +380,8 @@ def test_a_restart_after_a_crash_before_the_first_step_has_the_first_start_posit
 
 
 @pytest.mark.parametrize(("identity", "rows"), [(False, 100), (True, 1)])
-def test_the_history_may_be_removed_from_the_settings_once_it_is_read(identity: bool, rows: int) -> None:
-    def checkpoint(*positions: int) -> Any:
+def test_the_history_may_be_removed_from_the_settings_once_it_is_read(identity, rows):
+    def checkpoint(*positions):
         accounts = [PartitionLedger(TopicPartition("history", file, 0, 1), 0) for file in range(len(positions))]
         for account, offset in zip(accounts, positions, strict=True):
             account.position = Position(offset)

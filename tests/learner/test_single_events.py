@@ -1,28 +1,29 @@
 """Single events of extreme values, weights, labels and times leave what a model has of the others as it was."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from anabranch.config.loader import load_config
-from ingest.config import HoldOut
-from ingest.events.block import Outcome
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.events.schema import Schema
-from ingest.kafka.client import Messages
-from ingest.worker.block_builder import BlockBuilder, Incoming
-from learner.loop_parts.value_watch import ValueWatch
-from learner.model.device import choose_precision
-from learner.model.features.learned import attach_features, features_of
-from learner.model.task import Classification, Regression
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
-from tests.faults.outliers import CODE, VARIANTS, Kind, Sent, Variant, kinds_of, right, stream_of
+from anabranch.ingest.events.block import Outcome
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.settings.stream import HoldOut
+from anabranch.ingest.worker.block_builder import BlockBuilder, Incoming
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.features.learned import FeatureLearning, features_of
+from anabranch.learner.model.features.numbers import LearnedNumber
+from anabranch.learner.model.task import Classification, Regression
+from anabranch.learner.step.learning_step import ValueWatch
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from tests.faults.outliers import CODE, VARIANTS, Kind, Sent, kinds_of, right, stream_of
 from tests.faults.pipeline import Pipeline
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ class Trained:
     not_finite: int = 0
 
 
-def learn(folder: Path, variant: Variant, sent: Sequence[Sent], batch: int = 64) -> Trained:
+def learn(folder, variant, sent, batch=64):
     """Decode messages and train on them as a learner does, without a broker."""
     pipeline = Pipeline(folder, "localhost:1", "events", CODE, variant.text)
     config = load_config(pipeline.path).pipeline
@@ -50,12 +51,14 @@ def learn(folder: Path, variant: Variant, sent: Sequence[Sent], batch: int = 64)
     namespace: dict[str, Any] = {}
     exec(CODE, namespace)
     model = namespace["build"](**config.model.args)
-    attach_features(model, schema, CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, schema))
     task = Regression() if variant.regression else Classification()
-    trainer = Trainer(model, task, STRATEGIES["none"](), schema, config.learner, CPU, choose_precision("fp32", CPU))
+    trainer = Trainer(
+        TrainingSetup(model, task, STRATEGIES["none"](), schema, config.learner, CPU, choose_precision("fp32", CPU))
+    )
     learned = features_of(model)
     assert learned is not None
-    done, watch = Trained(trainer), ValueWatch(learned.numbers)
+    done, watch = Trained(trainer), ValueWatch(learned.of(LearnedNumber))
     for begin in range(0, len(sent), batch):
         part = sent[begin : begin + batch]
         messages = Messages(
@@ -82,9 +85,13 @@ def learn(folder: Path, variant: Variant, sent: Sequence[Sent], batch: int = 64)
     return done
 
 
+ALONE = [each for each in VARIANTS if not (each.late or each.tokens or each.registered)]
+"""Those that need no other file, server or topic."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [each for each in VARIANTS if not each.late], ids=lambda variant: variant.name)
-def test_single_events_leave_what_is_known_of_the_others(tmp_path: Path, variant: Variant) -> None:
+@pytest.mark.parametrize("variant", ALONE, ids=lambda variant: variant.name)
+def test_single_events_leave_what_is_known_of_the_others(tmp_path, variant):
     kinds = kinds_of(variant)
     clean = learn(tmp_path / "clean", variant, [*stream_of(variant, 8_000, [])])
     sent = [*stream_of(variant, 8_000, kinds)]

@@ -4,8 +4,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +11,13 @@ from tests import forkserver
 
 PREPARED = """
 import sys
-from learner.__main__ import prepare
+from anabranch.learner.__main__ import prepare
 prepare()
 before = set(sys.modules)
 import torch
-from learner.config import OptimizerSettings
-from learner.training.optimizers import OPTIMIZERS, build_optimizer
-from learner.run import learn
+from anabranch.learner.settings.learner import OptimizerSettings
+from anabranch.learner.train.optimizers import OPTIMIZERS, build_optimizer
+from anabranch.learner.assembly import learn
 for name in OPTIMIZERS:
     build_optimizer(OptimizerSettings(name=name), [torch.nn.Parameter(torch.zeros(2))])
 print(sorted(set(sys.modules) - before), torch.cuda.is_initialized())
@@ -27,12 +25,12 @@ print(sorted(set(sys.modules) - before), torch.cuda.is_initialized())
 
 
 @pytest.fixture
-def standby(tmp_path: Path) -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
+def standby(tmp_path):
     """Starts a standby of a missing `pipeline.toml`, and returns it once it is ready."""
     with contextlib.ExitStack() as stack:
 
-        def begin() -> "subprocess.Popen[str]":
-            command = ["-P", "-m", "learner", "-c", str(tmp_path / "pipeline.toml")]
+        def begin():
+            command = ["-P", "-m", "anabranch.learner", "-c", str(tmp_path / "pipeline.toml")]
             process = stack.enter_context(
                 forkserver.start(
                     [*command, "--supervised", "--standby"],
@@ -50,9 +48,7 @@ def standby(tmp_path: Path) -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
 
 
 @pytest.mark.parametrize("signalled", [True, False])
-def test_it_ends_well_on_a_signal_and_with_its_supervisor(
-    standby: Callable[[], "subprocess.Popen[str]"], tmp_path: Path, signalled: bool
-) -> None:
+def test_it_ends_well_on_a_signal_and_with_its_supervisor(standby, tmp_path, signalled):
     process = standby()
     assert process.stdin is not None
     if signalled:
@@ -63,9 +59,7 @@ def test_it_ends_well_on_a_signal_and_with_its_supervisor(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_goes_on_with_the_settings_of_that_moment(
-    standby: Callable[[], "subprocess.Popen[str]"], tmp_path: Path
-) -> None:
+def test_it_goes_on_with_the_settings_of_that_moment(standby, tmp_path):
     process = standby()
     (tmp_path / "pipeline.toml").write_text("nam = 'of that moment'")
     _, said = process.communicate("\n", 30)
@@ -74,6 +68,6 @@ def test_it_goes_on_with_the_settings_of_that_moment(
 
 
 @pytest.mark.process
-def test_what_is_prepared_leaves_no_import_to_the_first_optimizer() -> None:
+def test_what_is_prepared_leaves_no_import_to_the_first_optimizer():
     found = subprocess.run([sys.executable, "-c", PREPARED], capture_output=True, text=True, check=True)
     assert found.stdout == "[] False\n"

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from learner.compatibility import conflicts, facts
-from learner.config import LearnerSettings
-from learner.strategies.registry import STRATEGIES
-from replay.config import ReplaySettings
+from anabranch.learner.settings.compatibility import conflicts
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from tests.support.facts import facts_of
 
 AXES: dict[str, list[Any]] = {
     "strategy": list(STRATEGIES),
@@ -20,43 +20,24 @@ AXES: dict[str, list[Any]] = {
 }
 
 
-def cells() -> list[dict[str, Any]]:
+def cells():
     """Return every combination that the table does not refuse."""
     every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
-    return [cell for cell in every if not list(conflicts(facts(settings_of(cell), ReplaySettings())))]
+    return [cell for cell in every if not list(conflicts(facts_of(learner=settings_of(cell))))]
 
 
-def settings_of(cell: dict[str, Any]) -> LearnerSettings:
+def settings_of(cell):
     return LearnerSettings.model_validate({**cell, **few(cell), "replicas": 2})
 
 
-def few(cell: dict[str, Any]) -> dict[str, float]:
+def few(cell):
     """Return the fraction of top-k for a model of a few numbers, which would send one of them in a step."""
     return {"topk_fraction": 0.5} if cell["comm_hook"] == "topk" else {}
 
 
-def expect_learning(play: Any, chosen: list[dict[str, Any]], timeout: float) -> None:
-    scenarios = []
-    for cell in chosen:
-        settings = few(cell) | {name: value for name, value in cell.items() if name != "strategy"}
-        optimizer = {"name": "adam", "lr": 0.2}
-        steps = [[9, *[6] * len(STRATEGIES[cell["strategy"]]().samples(6))]]
-        whole = {"settings": {**settings, "replicas": 2, "optimizer": optimizer}, "steps": steps, "times": 5}
-        scenarios.append({**whole, "strategy": cell["strategy"], "separable": True, "double": False})
-    for cell, found in zip(chosen, play(2, scenarios, timeout), strict=True):
-        assert found["loss_new"] < 0.7 * found["begun"], cell
-
-
-def test_some_of_what_ranks_may_do_learns(play: Any) -> None:
-    """A part that has each value at least once."""
-    chosen = cells()[::27]
-    assert all({cell[name] for cell in chosen} == set(values) for name, values in AXES.items())
-    expect_learning(play, chosen, 100)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_whatever_ranks_may_do_learns(play: Any) -> None:
+def test_whatever_ranks_may_do_learns(play):
     """Cells that have every pair of values that is not refused: one in seven, since all take a minute."""
     allowed, chosen = cells(), list[dict[str, Any]]()
     left = set().union(*map(pairs, allowed))
@@ -64,9 +45,18 @@ def test_whatever_ranks_may_do_learns(play: Any) -> None:
         chosen.append(max(allowed, key=lambda cell: len(pairs(cell) & left)))
         left -= pairs(chosen[-1])
     assert len(chosen) < len(allowed) / 5
-    expect_learning(play, chosen, 250)
+    assert all({cell[name] for cell in chosen} == set(values) for name, values in AXES.items())
+    scenarios = []
+    for cell in chosen:
+        settings = few(cell) | {name: value for name, value in cell.items() if name != "strategy"}
+        optimizer = {"name": "adam", "lr": 0.2}
+        steps = [[9, *[6] * len(STRATEGIES[cell["strategy"]]().samples(6))]]
+        whole = {"settings": {**settings, "replicas": 2, "optimizer": optimizer}, "steps": steps, "times": 5}
+        scenarios.append({**whole, "strategy": cell["strategy"], "separable": True, "double": False})
+    for cell, found in zip(chosen, play(2, scenarios, 250), strict=True):
+        assert found["loss_new"] < 0.7 * found["begun"], cell
 
 
-def pairs(cell: dict[str, Any]) -> set[Any]:
+def pairs(cell):
     """Return each pair of values of a cell, with the names of their axes."""
     return set(itertools.combinations(cell.items(), 2))

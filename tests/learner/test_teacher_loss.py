@@ -5,19 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from ingest.events.schema import Schema
-from learner.config import LearnerSettings
-from learner.distributed.scatter import RankBatch, layout_of, packed, scatter, unpacked
-from learner.model.device import choose_precision
-from learner.model.task import Classification, MultiLabel, Regression
-from learner.strategies.examples import Examples, pad_single
-from learner.strategies.registry import STRATEGIES
-from learner.strategies.teacher_loss import TeacherLoss, kept_outputs
-from learner.training.micro_batches import idle
-from learner.training.trainer import Trainer
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.task import Classification, MultiLabel, Regression
+from anabranch.learner.parallel.scatter import RankBatch, layout_of, packed, scatter, unpacked
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.base import LossWrapper
+from anabranch.learner.strategies.examples import Examples, pad_single
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.strategies.teacher_loss import TeacherLoss, kept_outputs
+from anabranch.learner.train.micro_batches import idle
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 WEIGHT, TEMPERATURE = 0.3, 2.0
@@ -25,7 +26,7 @@ LEARNED = sorted(set(STRATEGIES) - {"slda", "ncm", "experts", "progressive"})
 Make = Callable[[], nn.Module]
 
 
-def examples(n: int, seed: int) -> Examples:
+def examples(n, seed):
     """Events of which every third has no label, and every fourth no output of the teacher."""
     generator = torch.Generator().manual_seed(seed)
     x, teacher_B = torch.randn(n, 3, generator=generator), torch.randn(n, 3, generator=generator)
@@ -43,41 +44,47 @@ def examples(n: int, seed: int) -> Examples:
     )
 
 
-def plain(events: Examples) -> Examples:
+def plain(events):
     return replace(events, teacher_B=None, taught_B=None, labelled_B=None)
 
 
-def trainer_of(
-    make_model: Make, schema: Schema, strategy: str = "er", teaching: TeacherLoss | None = None, **learner: object
-) -> Trainer:
+def trainer_of(make_model, schema, strategy="er", *wrappers, **learner):
     options = {"optimizer": {"name": "sgd", "lr": 0.1}, "max_grad_norm": 1e9, **learner}
     settings = LearnerSettings.model_validate(options)
     return Trainer(
-        *(make_model(), Classification(), STRATEGIES[strategy](), schema, settings, CPU, choose_precision("fp32", CPU)),
-        teaching=teaching,
+        TrainingSetup(
+            make_model(),
+            Classification(),
+            STRATEGIES[strategy](),
+            schema,
+            settings,
+            CPU,
+            choose_precision("fp32", CPU),
+            loss_wrappers=wrappers,
+        )
     )
 
 
 @pytest.fixture
-def teaching() -> TeacherLoss:
+def teaching():
     return TeacherLoss(Classification(), WEIGHT, TEMPERATURE)
 
 
 @pytest.fixture
-def make_linear() -> Make:
-    def make() -> nn.Module:
+def make_linear():
+    def make():
         torch.manual_seed(0)
         return nn.Linear(3, 3)
 
     return make
 
 
-def divergence(output_B: Tensor, teacher_B: Tensor) -> Tensor:
+def divergence(output_B, teacher_B):
     target = (teacher_B / TEMPERATURE).softmax(1)
     return (target * (target.log() - (output_B / TEMPERATURE).log_softmax(1))).sum(1) * TEMPERATURE**2
 
 
-def by_hand(model: nn.Module, groups: list[Examples], *, together: bool) -> Tensor:
+def by_hand(model, groups, *, together):
     """The loss as the guide writes it, event by event."""
     sums, weights = [], []
     for events in groups:
@@ -104,9 +111,9 @@ def by_hand(model: nn.Module, groups: list[Examples], *, together: bool) -> Tens
     return torch.stack([total / whole for total, whole in zip(sums, weights, strict=True)]).sum()
 
 
-def test_each_event_counts_once_and_its_weight_is_divided_between_label_and_teacher(teaching: TeacherLoss) -> None:
+def test_each_event_counts_once_and_its_weight_is_divided_between_label_and_teacher(teaching):
     events = examples(12, 0)
-    balanced = teaching.balanced(events)
+    balanced = teaching.weigh(events)
     assert balanced.taught_B is not None
     assert balanced.teacher_B is not None
     assert events.taught_B is not None
@@ -119,9 +126,7 @@ def test_each_event_counts_once_and_its_weight_is_divided_between_label_and_teac
 
 
 @pytest.mark.parametrize("micro", [None, 5])
-def test_the_gradient_of_er_is_that_of_the_formula_over_new_and_old_events(
-    make_linear: Make, schema: Schema, teaching: TeacherLoss, micro: int | None
-) -> None:
+def test_the_gradient_of_er_is_that_of_the_formula_over_new_and_old_events(make_linear, schema, teaching, micro):
     new, old = examples(10, 1), examples(8, 2)
     trainer = trainer_of(make_linear, schema, "er", teaching, micro_batch_size=micro)
     expected = make_linear()
@@ -132,9 +137,7 @@ def test_the_gradient_of_er_is_that_of_the_formula_over_new_and_old_events(
         assert torch.allclose(found, parameter.detach() - 0.1 * parameter.grad, atol=1e-6)
 
 
-def test_without_replay_the_gradient_is_that_of_the_formula_over_new_events(
-    make_linear: Make, schema: Schema, teaching: TeacherLoss
-) -> None:
+def test_without_replay_the_gradient_is_that_of_the_formula_over_new_events(make_linear, schema, teaching):
     new = examples(10, 1)
     trainer, expected = trainer_of(make_linear, schema, "none", teaching), make_linear()
     by_hand(expected, [new], together=False).backward()
@@ -146,8 +149,8 @@ def test_without_replay_the_gradient_is_that_of_the_formula_over_new_events(
 
 @pytest.mark.parametrize("strategy", LEARNED)
 def test_every_strategy_learns_from_the_teacher_and_splits_into_micro_batches_alike(
-    make_linear: Make, schema: Schema, teaching: TeacherLoss, strategy: str
-) -> None:
+    make_linear, schema, teaching, strategy
+):
     samples = len(STRATEGIES[strategy]().samples(6))
     olds = [examples(30 if strategy == "mir" else 6, 5 + index) for index in range(samples)]
     if not STRATEGIES[strategy].teaches_old:
@@ -162,9 +165,7 @@ def test_every_strategy_learns_from_the_teacher_and_splits_into_micro_batches_al
     assert not torch.allclose(weights[0], weights[2], atol=1e-5), "the teacher's outputs change the step"
 
 
-def test_a_step_without_any_output_is_that_of_its_labels(
-    make_linear: Make, schema: Schema, teaching: TeacherLoss
-) -> None:
+def test_a_step_without_any_output_is_that_of_its_labels(make_linear, schema, teaching):
     events = replace(plain(examples(9, 3)), output_B=None)
     unanswered = replace(
         events, teacher_B=torch.full((9, 3), torch.nan), taught_B=torch.ones(9), labelled_B=events.weight_B > 0
@@ -176,9 +177,7 @@ def test_a_step_without_any_output_is_that_of_its_labels(
         assert torch.equal(value, second.snapshot()[name])
 
 
-def test_scores_and_losses_are_those_of_labelled_events(
-    make_linear: Make, schema: Schema, teaching: TeacherLoss
-) -> None:
+def test_scores_and_losses_are_those_of_labelled_events(make_linear, schema, teaching):
     new, model = examples(9, 4), make_linear()
     assert new.labelled_B is not None
     output_B = model(new.features["x"])[new.labelled_B]
@@ -188,7 +187,7 @@ def test_scores_and_losses_are_those_of_labelled_events(
     assert result.loss_new == pytest.approx(functional.cross_entropy(output_B, label_B, reduction="sum").item())
 
 
-def test_events_of_weight_0_teach_nothing() -> None:
+def test_events_of_weight_0_teach_nothing():
     one = examples(1, 0)
     pair = pad_single(one)
     assert pair.taught_B is not None
@@ -199,30 +198,53 @@ def test_events_of_weight_0_teach_nothing() -> None:
 
 
 class TestTasks:
-    def test_classes_are_compared_by_their_divergence_at_the_temperature(self) -> None:
+    def test_classes_are_compared_by_their_divergence_at_the_temperature(self):
         output_B, teacher_B = torch.randn(2, 5, 4)
         found = Classification().distil(output_B, teacher_B, TEMPERATURE)
         assert torch.allclose(found, divergence(output_B, teacher_B), atol=1e-6)
         assert torch.allclose(Classification().distil(teacher_B, teacher_B, TEMPERATURE), torch.zeros(5), atol=1e-6)
 
-    def test_each_of_several_classes_is_compared_as_a_bernoulli_variable(self) -> None:
+    def test_each_of_several_classes_is_compared_as_a_bernoulli_variable(self):
         output_B, teacher_B = torch.randn(2, 5, 4)
         pairs = [torch.stack([torch.zeros_like(each), each], dim=-1).reshape(-1, 2) for each in (output_B, teacher_B)]
         expected = divergence(pairs[0], pairs[1]).reshape(5, 4).mean(1)
         assert torch.allclose(MultiLabel().distil(output_B, teacher_B, TEMPERATURE), expected, atol=1e-5)
 
-    def test_numbers_are_compared_by_their_squared_difference(self) -> None:
+    def test_numbers_are_compared_by_their_squared_difference(self):
         found = Regression().distil(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [2.0]]), TEMPERATURE)
         assert found.tolist() == [4.0, 0.0]
 
 
-def test_outputs_are_kept_where_old_events_are_learned_from_by_their_labels() -> None:
+def test_outputs_are_kept_where_old_events_are_learned_from_by_their_labels():
     kept = {name: kept_outputs(kind(), (3,), taught=True)["teacher"] for name, kind in STRATEGIES.items()}
     assert {name for name, shape in kept.items() if shape == [3]} == {"er", "er-ace", "mir"}
     assert kept_outputs(STRATEGIES["er"](), (3,), taught=False) == {"output": None, "teacher": None}
 
 
-def test_the_teachers_outputs_are_scattered_to_the_ranks_with_their_events() -> None:
+class Doubling(LossWrapper):
+    """Doubles the weights of events, and the loss; writes down who is asked, and the weight of the new events."""
+
+    def __init__(self, name, asked):
+        self.name, self.asked = name, asked
+
+    def weigh(self, events):
+        return replace(events, weight_B=2 * events.weight_B)
+
+    def loss(self, compute, forward, new, old, step):
+        self.asked.append((self.name, step.new.item()))
+        loss = compute(forward, new, old, step)
+        return replace(loss, total=2 * loss.total)
+
+
+def test_wrappers_of_a_loss_are_asked_the_outermost_first_with_weights_that_all_have_changed(make_linear, schema):
+    new, asked = replace(plain(examples(6, 1)), weight_B=torch.ones(6)), list[tuple[str, float]]()
+    alone = trainer_of(make_linear, schema, "er")
+    wrapped = trainer_of(make_linear, schema, "er", Doubling("outer", asked), Doubling("inner", asked))
+    assert wrapped.step(new).loss == 4 * alone.step(new).loss
+    assert asked == [("outer", 24.0), ("inner", 24.0)]
+
+
+def test_the_teachers_outputs_are_scattered_to_the_ranks_with_their_events():
     groups = [examples(5, 1), examples(1, 2)]
     batches = [RankBatch.of(groups, slices) for slices in scatter([5, 1], 2)]
     layouts = [layout_of(events) for events in groups]

@@ -1,21 +1,20 @@
 """`[model.teacher]`: one teacher, and one sentence for everything that is wrong with it."""
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from ingest.config import StreamSettings
-from learner.compatibility import conflicts, facts
-from learner.config import LearnerSettings, ModelSettings
-from learner.sections.teacher import TeacherSettings, teacher_conflicts
-from replay.config import ReplaySettings
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.learner.settings.compatibility import conflicts
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.model import ModelSettings, TeacherSettings, teacher_conflicts
+from tests.support.facts import facts_of
 
 URL = {"url": "https://models:8000/", "model": "large"}
 
 
-def test_the_defaults_are_those_of_the_guide() -> None:
+def test_the_defaults_are_those_of_the_guide():
     teacher = TeacherSettings.model_validate(URL)
     assert (teacher.url, teacher.kind, teacher.weight, teacher.temperature) == ("https://models:8000", "url", 0.5, 2.0)
     assert (teacher.timeout, teacher.retries, teacher.request_rows) == (timedelta(seconds=1), 2, 256)
@@ -23,7 +22,7 @@ def test_the_defaults_are_those_of_the_guide() -> None:
     assert TeacherSettings.model_validate({"factory": "m:f"}).kind == "factory"
 
 
-def test_the_token_is_not_shown() -> None:
+def test_the_token_is_not_shown():
     teacher = TeacherSettings.model_validate({**URL, "token": "secret\n"})
     assert "secret" not in repr(teacher)
     assert teacher.token is not None
@@ -49,12 +48,12 @@ def test_the_token_is_not_shown() -> None:
         ({"factory": "m:f", "features": []}, "at least 1 item"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_way_out(settings: dict[str, Any], sentence: str) -> None:
+def test_what_is_wrong_is_said_with_the_way_out(settings, sentence):
     with pytest.raises(ValidationError, match=sentence):
         TeacherSettings.model_validate(settings)
 
 
-def test_the_teacher_has_to_fit_the_stream_and_the_schema() -> None:
+def test_the_teacher_has_to_fit_the_stream_and_the_schema():
     (without,) = teacher_conflicts(None, "distil", ("x",))
     assert without[0] == "stream.unlabelled"
     assert "needs a teacher; write [model.teacher]" in without[1]
@@ -79,18 +78,16 @@ def test_the_teacher_has_to_fit_the_stream_and_the_schema() -> None:
         ),
     ],
 )
-def test_settings_that_exclude_a_teacher_are_said(
-    learner: dict[str, Any], labels: dict[str, Any] | None, sentence: str
-) -> None:
+def test_settings_that_exclude_a_teacher_are_said(learner, labels, sentence):
     stream = StreamSettings.model_validate({"topics": ["events"], "labels": labels})
     model = ModelSettings.model_validate({"factory": "m:f", "teacher": URL})
     settings = LearnerSettings.model_validate(learner)
-    ((_, said),) = conflicts(facts(settings, ReplaySettings(), stream, model=model))
+    ((_, said),) = conflicts(facts_of(learner=settings, stream=stream, model=model))
     assert said.startswith(sentence)
-    assert not list(conflicts(facts(settings, ReplaySettings(), stream, model=ModelSettings(factory="m:f"))))
+    assert not list(conflicts(facts_of(learner=settings, stream=stream)))
 
 
-def test_events_without_a_label_do_not_wait_for_one_and_for_the_teacher() -> None:
+def test_events_without_a_label_do_not_wait_for_one_and_for_the_teacher():
     with pytest.raises(ValidationError, match='unlabelled = "distil" contradicts'):
         StreamSettings.model_validate(
             {"topics": ["events"], "unlabelled": "distil", "labels": {"topics": ["labels"], "wait": "1h"}}

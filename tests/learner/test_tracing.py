@@ -3,35 +3,31 @@
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anabranch.core.tracing.config import TracingSettings
+from anabranch.core.tracing.settings import TracingSettings
 from anabranch.core.tracing.spans import tracing
-from ingest.events.block import Block
-from ingest.reader.cursors import Partition
-from learner.stream.batches import Batches
-from learner.stream.round_robin import RoundRobin
-from tests.learner.learner_bench import NAME, ROWS, LearnerBench
-from tests.support.collector import Collector
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.learner.stream.batches import Batches
+from anabranch.learner.stream.round_robin import RoundRobin
+from tests.learner.learner_bench import NAME, ROWS
 
 
-def context(number: int) -> str:
+def context(number):
     return f"00-{number + 1:032x}-{number + 1:016x}-01"
 
 
-def link(number: int) -> tuple[str, str]:
+def link(number):
     return f"{number + 1:032x}", f"{number + 1:016x}"
 
 
-def with_contexts(poll: Callable[..., Block | None]) -> Callable[..., Block | None]:
+def with_contexts(poll):
     """Give the first event of each block the context of the block's number, and a held-out one the next."""
 
-    def traced(timeout: timedelta) -> Block | None:
+    def traced(timeout):
         if (block := poll(timeout)) is None:
             return None
         number = int(block.columns["offset"][0]) // ROWS
@@ -40,13 +36,11 @@ def with_contexts(poll: Callable[..., Block | None]) -> Callable[..., Block | No
     return traced
 
 
-def test_a_learner_traces_its_steps_versions_and_checkpoints(
-    make_bench: Callable[..., LearnerBench], collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_traces_its_steps_versions_and_checkpoints(make_bench, collector, tmp_path, monkeypatch):
     monkeypatch.setattr("anabranch.core.tracing.provider._LONGEST_END", timedelta(minutes=1))
     bench = make_bench(3)
     bench.stream.poll = with_contexts(bench.stream.poll)  # type: ignore[method-assign]
-    settings = TracingSettings(sample=0, steps_per_second=1e6)
+    settings = TracingSettings(sample=0)
     left_out: Counter[str] = Counter()
     with tracing(settings, "learner", tmp_path, lambda why, n: left_out.update({why: n})):
         bench.run()
@@ -71,9 +65,7 @@ def test_a_learner_traces_its_steps_versions_and_checkpoints(
     assert not left_out
 
 
-def test_without_tracing_contexts_cost_nothing_and_change_nothing(
-    make_bench: Callable[..., LearnerBench], collector: Collector
-) -> None:
+def test_without_tracing_contexts_cost_nothing_and_change_nothing(make_bench, collector):
     bench = make_bench(2)
     bench.stream.poll = with_contexts(bench.stream.poll)  # type: ignore[method-assign]
     bench.run()
@@ -84,9 +76,7 @@ def test_without_tracing_contexts_cost_nothing_and_change_nothing(
 
 @pytest.mark.parametrize("size", [1, 7, ROWS - 1, 2 * ROWS])
 @pytest.mark.parametrize("in_turns", [False, True])
-def test_each_context_is_of_the_batch_that_has_its_event(
-    make_bench: Callable[..., LearnerBench], size: int, in_turns: bool
-) -> None:
+def test_each_context_is_of_the_batch_that_has_its_event(make_bench, size, in_turns):
     stream: Any = make_bench(4).stream
     stream.poll = with_contexts(stream.poll)
     stream.partitions = [Partition(NAME, 0, 4 * ROWS)]

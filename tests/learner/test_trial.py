@@ -3,7 +3,6 @@
 import itertools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.build import TrainingSetup, build_training_setup
-from learner.config import LearnerSettings, ModelSettings
-from learner.errors import ModelError
-from learner.model.factory import check_rows, forward, make_task, sample
-from learner.model.trained_set import copy_sharing_base
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.factory import check_rows, forward, make_task, sample
+from anabranch.learner.model.trained_set import copy_sharing_base
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.build import build_training_setup
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
 from tests.learner.learner_spec import learner_spec
 
 CPU = torch.device("cpu")
@@ -40,26 +41,20 @@ def build():
 Build = Callable[..., TrainingSetup]
 
 
-def own(forward: str, init: str = "pass") -> str:
+def own(forward, init="pass"):
     return MODULE.format(init=init, forward=forward)
 
 
-def body(of: str = "nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)") -> str:
+def body(of="nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)"):
     return f"def build():\n    return nn.Sequential({of})\n"
 
 
 @pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+def build(tmp_path, monkeypatch):
     """`build(source)` returns what a learner of that factory trains with."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def make(
-        source: str,
-        label: dict[str, Any] | None = None,
-        feature: dict[str, Any] | None = None,
-        model: dict[str, Any] | None = None,
-        **learner: Any,
-    ) -> TrainingSetup:
+    def make(source, label=None, feature=None, model=None, **learner):
         name = next(names)
         (tmp_path / f"{name}.py").write_text("import torch\nfrom torch import nn\n" + source)
         x = {"dtype": "float32", "shape": [4], **(feature or {})}
@@ -128,14 +123,14 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize(("source", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_used_is_one_sentence_at_the_start(build: Build, source: str, sentence: str) -> None:
+def test_what_cannot_be_used_is_one_sentence_at_the_start(build, source, sentence):
     with pytest.raises(ModelError, match=sentence) as caught:
         build(source)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 900
 
 
-def test_a_regression_that_squeezes_is_refused_for_one_row(build: Build) -> None:
+def test_a_regression_that_squeezes_is_refused_for_one_row(build):
     source = own("return self.last(self.first(x))[:, :1].squeeze()")
     with pytest.raises(ModelError, match=r"for 1 events the model returned torch.float32 \[\]"):
         build(source, NUMBER, model={"task": "regression"})
@@ -150,7 +145,7 @@ def test_a_regression_that_squeezes_is_refused_for_one_row(build: Build) -> None
         ({"dtype": "float64", "shape": [], "cycles": ["day", "week"]}, r"x \[3, 4\] torch.float32"),
     ],
 )
-def test_a_wrong_size_is_reported_with_what_forward_gets(build: Build, feature: dict[str, Any], inputs: str) -> None:
+def test_a_wrong_size_is_reported_with_what_forward_gets(build, feature, inputs):
     with pytest.raises(ModelError, match=f"^model.factory: the model fails on {inputs}: "):
         build("def build():\n    return nn.Linear(3, 2)", feature=feature)
 
@@ -168,8 +163,8 @@ USED: dict[str, str] = {
 }
 
 
-def train(setup: TrainingSetup, steps: int = 2) -> Trainer:
-    trainer = Trainer(**setup.arguments)
+def train(setup, steps=2):
+    trainer = Trainer(setup)
     for step in range(steps):
         columns = fake_columns(setup.schema, range(8 * step, 8 * step + 8), label=[0, 1])
         columns["feature.x"][:] = columns["feature.x"].astype(np.float32) / 100
@@ -179,7 +174,7 @@ def train(setup: TrainingSetup, steps: int = 2) -> Trainer:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("source", USED.values(), ids=USED)
-def test_what_can_be_used_is_trained_copied_scored_and_resumed(build: Build, source: str) -> None:
+def test_what_can_be_used_is_trained_copied_scored_and_resumed(build, source):
     setup = build(source)
     trainer = train(setup)
     weights = trainer.snapshot()
@@ -195,7 +190,7 @@ def test_what_can_be_used_is_trained_copied_scored_and_resumed(build: Build, sou
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_older_weight_norm_can_be_copied_after_a_pass(build: Build) -> None:
+def test_the_older_weight_norm_can_be_copied_after_a_pass(build):
     setup = build(body("torch.nn.utils.weight_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 2)"))
     trainer = train(setup)
     assert not trainer.model[0].weight.is_leaf, "computed by the last pass"  # type: ignore[index]
@@ -224,7 +219,7 @@ def build():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("experts", "progressive")])
 @pytest.mark.parametrize("what", ["backbone", "backbone[1]"])
-def test_modules_that_the_factory_gave_in_evaluation_mode_stay_so(build: Build, name: str, what: str) -> None:
+def test_modules_that_the_factory_gave_in_evaluation_mode_stay_so(build, name, what):
     setup = build(FROZEN.format(what=what), strategy=name, model={"embedding": "1"})
     trainer = train(setup, 4)
     with torch.no_grad():
@@ -238,23 +233,23 @@ def test_modules_that_the_factory_gave_in_evaluation_mode_stay_so(build: Build, 
     assert model[0][1].running_mean.tolist() == [0.25] * 16
     assert model[0][1].running_var.tolist() == [1.0] * 16
     assert model[0][1].num_batches_tracked.item() == 0
-    if STRATEGIES[name].learns_gradient:
+    if STRATEGIES[name].kind.learns_gradient:
         assert model[1].num_batches_tracked.item() > 0
 
 
-def test_a_model_that_is_in_evaluation_mode_as_a_whole_is_trained_as_a_whole(build: Build) -> None:
+def test_a_model_that_is_in_evaluation_mode_as_a_whole_is_trained_as_a_whole(build):
     setup = build(body("nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)").rstrip() + ".eval()\n")
     trainer = train(setup)
     assert all(module.training for module in trainer.model.modules())
     assert trainer.model[1].num_batches_tracked.item() == 2  # type: ignore[index]
 
 
-def test_the_trial_changes_neither_the_model_nor_random_numbers(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_changes_neither_the_model_nor_random_numbers(build, monkeypatch):
     source = body("nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)")
     tried = build(source)
     after = torch.rand(3)
-    monkeypatch.setattr("learner.build.try_steps", lambda *_given: None)
-    monkeypatch.setattr("learner.build.check_copies", lambda *_given: None)
+    monkeypatch.setattr("anabranch.learner.train.build.try_steps", lambda *_given: None)
+    monkeypatch.setattr("anabranch.learner.train.build.check_copies", lambda *_given: None)
     plain = build(source)
     assert torch.equal(torch.rand(3), after)
     for name, value in plain.model.state_dict().items():
@@ -265,7 +260,7 @@ def test_the_trial_changes_neither_the_model_nor_random_numbers(build: Build, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_adapter_that_a_strategy_would_never_train_is_refused(build: Build, strategy: str) -> None:
+def test_an_adapter_that_a_strategy_would_never_train_is_refused(build, strategy):
     pytest.importorskip("peft")
     source = body("nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 2)")
     adapter = {"targets": ["0"], "train": ["2", "4"], "rank": 2}
@@ -288,13 +283,13 @@ def test_an_adapter_that_a_strategy_would_never_train_is_refused(build: Build, s
         assert any(name.startswith("2.") for name in moved)
 
 
-def test_rows_are_compared_on_integers_and_texts_too() -> None:
+def test_rows_are_compared_on_integers_and_texts_too():
     class Mixed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table, self.out = nn.Embedding(8, 4), nn.Linear(4, 2)
 
-        def forward(self, word: Tensor, count: Tensor) -> Tensor:
+        def forward(self, word, count):
             x = self.table(word) * count[:, None].float()
             output: Tensor = self.out(x / x.norm())
             return output

@@ -4,7 +4,6 @@ import contextlib
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from replay.background_store import BackgroundStore, StoreFailedError
-from replay.build import build_store
-from replay.config import ReplaySettings
-from replay.erasure.erased_events import ByRange, ErasedEvents
-from replay.fake import plan_ahead
-from replay.reservoir.pending_events import MAX_PENDING
-from replay.sample_plan import Sample
-from replay.store import Store
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.replay.background_store import BackgroundStore, StoreFailedError
+from anabranch.replay.build import build_store
+from anabranch.replay.erasure.erased_events import ByRange, ErasedEvents
+from anabranch.replay.reservoir.reservoir import MAX_PENDING
+from anabranch.replay.sample_plan import Sample
+from anabranch.replay.settings import ReplaySettings
+from anabranch.testing.stores import plan_ahead
 
 PARTITIONS = [TopicPartition("events", 0)]
 SAMPLED, HELD = 12, 300
@@ -35,17 +32,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def open_store(schema: Schema, folder: Path | None = None, **options: Any) -> Store:
+def open_store(schema, folder=None, **options):
     chosen = ReplaySettings.model_validate({"capacity": HELD, **options})
     return build_store(chosen, schema, torch.device("cpu"), 0, folder)
 
 
 @pytest.fixture
-def open_background_store(schema: Schema, tmp_path: Path) -> Iterator[Callable[..., BackgroundStore]]:
+def open_background_store(schema, tmp_path):
     """`open_background_store(**options)`: one of a store with such settings."""
     opened: list[BackgroundStore] = []
 
-    def make(**options: Any) -> BackgroundStore:
+    def make(**options):
         opened.append(BackgroundStore(open_store(schema, tmp_path, **options)))
         return opened[-1]
 
@@ -57,22 +54,22 @@ def open_background_store(schema: Schema, tmp_path: Path) -> Iterator[Callable[.
 class Life:
     """What a learner does with a store or with a background store; its samples are compared."""
 
-    def __init__(self, keeper: Store | BackgroundStore, schema: Schema) -> None:
+    def __init__(self, keeper, schema):
         self._keeper, self._schema = keeper, schema
         self._step = self._added = 0
         self._plan_ahead(0)
 
-    def _plan_ahead(self, step: int) -> None:
+    def _plan_ahead(self, step):
         if isinstance(self._keeper, BackgroundStore):
             self._keeper.plan_ahead(step, SAMPLED)
         else:
             plan_ahead(self._keeper, step, SAMPLED)
 
     @property
-    def store(self) -> Store:
+    def store(self):
         return self._keeper.flush() if isinstance(self._keeper, BackgroundStore) else self._keeper
 
-    def add(self, n: int, again: int = 0) -> None:
+    def add(self, n, again=0):
         """Add n events, of which the first `again` were added already."""
         begin = max(0, self._added - again)
         columns = fake_columns(self._schema, range(begin, begin + n), label=[0, 1, 1, 2, 3])
@@ -80,16 +77,16 @@ class Life:
         self._added = max(self._added, begin + n)
         self._keeper.add(columns, PARTITIONS)
 
-    def erase(self, first: int, last: int) -> int:
+    def erase(self, first, last):
         record = ByRange(time=0.0, by="test", partition="events#0[0]", first=first, last=last)
         return self.store.erase(ErasedEvents([record]))
 
-    def step(self, n: int) -> list[float]:
+    def step(self, n):
         """Return the events that a step samples, after which n new ones come."""
         sampled: list[float] = []
         planner = self._keeper if isinstance(self._keeper, BackgroundStore) else self._keeper.planner
         if planner.planned(self._step):
-            sample = self._keeper.sample(self._step, SAMPLED)
+            sample = planner.sample(self._step, SAMPLED)
             sampled = [*sample.records["offset"].tolist(), *sample.importance.tolist()]
             sampled += sample.columns["feature.x"].flatten().tolist()
             if self.listens:
@@ -100,10 +97,10 @@ class Life:
         return sampled
 
     @property
-    def listens(self) -> bool:
+    def listens(self):
         return self._keeper.listens
 
-    def seen(self) -> list[tuple[int, ...]]:
+    def seen(self):
         """Return who is held, in order, and what is planned."""
         self.store.flush_pending()
         plans = [tuple(plan.records["offset"].tolist()) for plan in self.store.planner.plans if plan.step >= self._step]
@@ -124,9 +121,7 @@ acts = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40)
 @given(acts)
-def test_timing_does_not_influence_what_is_held_or_sampled(
-    schema: Schema, kind: str, asked: list[tuple[str, int]]
-) -> None:
+def test_timing_does_not_influence_what_is_held_or_sampled(schema, kind, asked):
     """Whatever is asked for between the steps, and however far the thread has come by then."""
     with contextlib.ExitStack() as stack:
         plain, kept = (
@@ -157,12 +152,12 @@ def test_timing_does_not_influence_what_is_held_or_sampled(
         assert one.seen() == other.seen()
 
 
-def hold_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+def hold_up(store, monkeypatch):
     """Let the store take in nothing until the second event is set; the first says that it has begun to."""
     begun, opened = threading.Event(), threading.Event()
     take_in = store.flush_pending
 
-    def held_up() -> int:
+    def held_up():
         begun.set()
         assert opened.wait(30)
         return take_in()
@@ -171,9 +166,7 @@ def hold_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Ev
     return begun, opened
 
 
-def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
-    open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(open_background_store, schema, monkeypatch):
     background_store = open_background_store()
     for step in range(5):
         background_store.add(fake_columns(schema, range(step * 40, step * 40 + 40)), PARTITIONS)
@@ -201,9 +194,7 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
     assert background_store.flush().tiers.stats.stall_seconds > stalled, "the wait of a step is counted"
 
 
-def test_events_are_added_where_no_step_samples(
-    open_background_store: Callable[..., BackgroundStore], schema: Schema
-) -> None:
+def test_events_are_added_where_no_step_samples(open_background_store, schema):
     background_store, most = open_background_store(capacity=100_000), 0
     for begin in range(0, 20 * MAX_PENDING, 128):
         background_store.add(fake_columns(schema, range(begin, begin + 128)), PARTITIONS)
@@ -220,18 +211,14 @@ class Panic(BaseException):
 @pytest.mark.parametrize("kind", [ZeroDivisionError, torch.OutOfMemoryError, Panic])
 @pytest.mark.parametrize("inline", [False, True])
 def test_a_failure_in_the_background_is_raised_by_each_later_call_and_is_no_out_of_memory_error_of_the_model(
-    open_background_store: Callable[..., BackgroundStore],
-    schema: Schema,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[BaseException],
-    inline: bool,
-) -> None:
+    open_background_store, schema, monkeypatch, kind, inline
+):
     background_store = open_background_store()
     background_store.add(fake_columns(schema, range(100)), PARTITIONS)
     background_store.plan_ahead(0, SAMPLED)
     assert background_store.planned(0) == SAMPLED
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise kind("no more")
 
     monkeypatch.setattr(background_store._store, "plan_blocks", fail)
@@ -253,13 +240,11 @@ def test_a_failure_in_the_background_is_raised_by_each_later_call_and_is_no_out_
     assert not issubclass(StoreFailedError, RuntimeError), "out-of-memory errors of the device are RuntimeErrors"
 
 
-def test_lost_events_leave_and_are_counted_where_no_step_comes(
-    open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_events_leave_and_are_counted_where_no_step_comes(open_background_store, schema, monkeypatch):
     """As in a backlog of events that are stored only."""
     background_store = open_background_store(capacity=100_000, disk={"bytes": "20MB"}, device_bytes=0)
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(background_store.flush().tiers.slow[0], "write", full)
@@ -271,9 +256,7 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
     assert len(background_store.flush().tiers.lost_reports) < 4
 
 
-def test_nothing_is_held_on_to_that_is_done(
-    open_background_store: Callable[..., BackgroundStore], schema: Schema
-) -> None:
+def test_nothing_is_held_on_to_that_is_done(open_background_store, schema):
     background_store = open_background_store()
     added = []
     for begin in range(0, 4 * MAX_PENDING, MAX_PENDING):
@@ -285,12 +268,10 @@ def test_nothing_is_held_on_to_that_is_done(
     assert [each() is None for each in added] == [True] * 4
 
 
-def test_neighbours_arrive_in_order(
-    open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbours_arrive_in_order(open_background_store, schema, monkeypatch):
     background_store, order = open_background_store(), list[str]()
     monkeypatch.setattr(
-        background_store._store, "query_neighbours", lambda step, _embedding: order.append(f"query {step}")
+        background_store._store.embeddings, "query", lambda step, _embedding: order.append(f"query {step}")
     )
     monkeypatch.setattr(
         background_store._store, "add", lambda columns, *_: order.append(f"add {len(columns['offset'])}")
@@ -302,14 +283,12 @@ def test_neighbours_arrive_in_order(
     assert order == ["query 0", "add 1", "query 1", "add 2", "query 2", "add 3"]
 
 
-def test_steps_have_waited_for_what_they_waited_for_and_no_more(
-    open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_have_waited_for_what_they_waited_for_and_no_more(open_background_store, schema, monkeypatch):
     """The waits of the background thread are not counted as waits of steps."""
     background_store = open_background_store()
     stats = background_store.flush().tiers.stats
 
-    def waits(*_: object) -> None:
+    def waits(*_):
         stats.stall_seconds += 1000.0
 
     monkeypatch.setattr(background_store._store, "add", waits)
@@ -323,7 +302,7 @@ def test_steps_have_waited_for_what_they_waited_for_and_no_more(
     assert 0 < stats.stall_seconds < 100, "a step that needs a plan waits for all before it"
 
 
-def test_without_a_thread_what_is_due_is_done_by_who_has_sampled(schema: Schema) -> None:
+def test_without_a_thread_what_is_due_is_done_by_who_has_sampled(schema):
     before = set(threading.enumerate())  # those of earlier tests may end meanwhile
     background_store = BackgroundStore(open_store(schema), in_background=False)
     assert set(threading.enumerate()) <= before
@@ -334,9 +313,7 @@ def test_without_a_thread_what_is_due_is_done_by_who_has_sampled(schema: Schema)
     background_store.close()
 
 
-def test_slots_that_events_wait_for_are_not_free(
-    open_background_store: Callable[..., BackgroundStore], schema: Schema
-) -> None:
+def test_slots_that_events_wait_for_are_not_free(open_background_store, schema):
     background_store = open_background_store(capacity=2000)
     background_store.flush().begin_snapshot(1)
     background_store.flush().burst = background_store.flush().slots.free - 300

@@ -4,8 +4,7 @@ import dataclasses
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,17 @@ import torch
 from pydantic import ValidationError
 
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from replay.build import build_store, check_policies
-from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints, add_now, plan_ahead
-from replay.sample_planner import AHEAD
-from replay.snapshot import StoreSnapshot
-from replay.store import Store
-from replay.tiers.disk import DiskTier
-from replay.tiers.disk_files import make_way
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.replay.build import build_store, check_policies
+from anabranch.replay.sample_plan import AHEAD
+from anabranch.replay.settings import ReplaySettings
+from anabranch.replay.store import Store
+from anabranch.replay.tiers.disk import DiskTier
+from anabranch.replay.tiers.disk_files import make_way
+from anabranch.testing.stores import FakeCheckpoints, add_now, plan_ahead, plan_of
 
 PARTITIONS = [TopicPartition("events", 0)]
 MEMORY: dict[str, Any] = {}
@@ -40,11 +38,11 @@ Build = Callable[..., Store]
 
 
 @pytest.fixture
-def build(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
+def build(schema, tmp_path, request):
     """`build(options, contents=None, capacity=1000)`: stores in one folder, as restarts of one learner make them."""
     stores: list[Store] = []
 
-    def make(options: dict[str, Any], contents: StoreSnapshot | None = None, capacity: int = 1000) -> Store:
+    def make(options, contents=None, capacity=1000):
         if "redis" in options:
             options = {**options, "redis": {"url": request.getfixturevalue("shared_redis").url, **options["redis"]}}
         settings = ReplaySettings.model_validate({"capacity": capacity, **options})
@@ -56,20 +54,20 @@ def build(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
         store.close()
 
 
-def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
+def fill(store, schema, begin, end):
     for offset in range(begin, end, 100):
         add_now(store, fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
 
 
-def checkpoint(store: Store, number: int = 1) -> StoreSnapshot:
+def checkpoint(store, number=1):
     return FakeCheckpoints(store).checkpoint(number)
 
 
-def payload(store: Store) -> dict[int, list[float]]:
+def payload(store):
     """By offset, the payload of what is held, as a sample of everything has it."""
-    plan = store.plan(0, len(store))
+    plan = plan_of(store, 0, len(store))
     offsets = plan.records["offset"].tolist()
-    columns = store.fetch(plan).columns
+    columns = store.planner.fetch(plan).columns
     rows = torch.cat([columns["feature.x"], columns["feature.n"][:, None], columns["label"][:, None]], dim=1)
     return dict(zip(offsets, rows.tolist(), strict=True))
 
@@ -94,9 +92,7 @@ def payload(store: Store) -> dict[int, list[float]]:
         pytest.param(BOTH, BOTH, id="both as they were", marks=pytest.mark.services),
     ],
 )
-def test_contents_move_to_another_arrangement_with_their_plans(
-    schema: Schema, build: Build, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
-) -> None:
+def test_contents_move_to_another_arrangement_with_their_plans(schema, build, tmp_path, before, after):
     store, undisturbed = build(before), build(MEMORY)
     for each in (store, undisturbed):
         fill(each, schema, 0, 5000)
@@ -108,16 +104,14 @@ def test_contents_move_to_another_arrangement_with_their_plans(
         fill(each, schema, 5000, 9000)
         plan_ahead(each, 8, 20)
     for step in range(8, 8 + AHEAD):
-        mine, expected = moved.sample(step, 20), undisturbed.sample(step, 20)
+        mine, expected = moved.planner.sample(step, 20), undisturbed.planner.sample(step, 20)
         assert all(torch.equal(mine.columns[name], column) for name, column in expected.columns.items())
         assert torch.equal(mine.importance, expected.importance)
     assert payload(moved) == payload(undisturbed)
     assert moved.lost == 0
 
 
-def test_a_disk_that_holds_less_keeps_the_smallest_priorities(
-    schema: Schema, build: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_holds_less_keeps_the_smallest_priorities(schema, build, caplog):
     store = build(DISK)
     fill(store, schema, 0, 5000)
     moved = build(SMALLER, checkpoint(store))
@@ -129,9 +123,7 @@ def test_a_disk_that_holds_less_keeps_the_smallest_priorities(
 
 
 @pytest.mark.parametrize(("after", "mine"), [(LARGER, ["2.rows"]), (MEMORY, [])], ids=["larger disk", "memory"])
-def test_the_old_file_goes_when_no_checkpoint_can_name_it(
-    schema: Schema, build: Build, tmp_path: Path, after: dict[str, Any], mine: list[str]
-) -> None:
+def test_the_old_file_goes_when_no_checkpoint_can_name_it(schema, build, tmp_path, after, mine):
     store = build(DISK)
     fill(store, schema, 0, 3000)
     contents = checkpoint(store, 4)
@@ -144,7 +136,7 @@ def test_the_old_file_goes_when_no_checkpoint_can_name_it(
         assert names() == [*left, *mine], f"with checkpoints from {oldest} on"
 
 
-def test_files_that_belong_to_no_checkpoint_are_removed(build: Build, tmp_path: Path) -> None:
+def test_files_that_belong_to_no_checkpoint_are_removed(build, tmp_path):
     build(DISK)
     (tmp_path / ".tmp-2.rows").write_bytes(b"half")
     make_way(tmp_path)
@@ -152,7 +144,7 @@ def test_files_that_belong_to_no_checkpoint_are_removed(build: Build, tmp_path: 
     make_way(tmp_path / "nowhere")
 
 
-def test_rows_that_went_bad_are_left_behind_when_they_are_copied(schema: Schema, build: Build) -> None:
+def test_rows_that_went_bad_are_left_behind_when_they_are_copied(schema, build):
     store = build(DISK)
     fill(store, schema, 0, 3000)
     contents = checkpoint(store)
@@ -164,7 +156,7 @@ def test_rows_that_went_bad_are_left_behind_when_they_are_copied(schema: Schema,
     assert payload(moved).items() <= good.items()
 
 
-def spoil(store: Store, positions: int) -> None:
+def spoil(store, positions):
     """Flip a bit in the rows of the first events of the index."""
     disk = store.tiers.slow[-1]
     assert isinstance(disk, DiskTier)
@@ -177,16 +169,14 @@ def spoil(store: Store, positions: int) -> None:
             file.write(bytes([byte ^ 1]))
 
 
-def test_a_row_that_went_bad_is_left_out_of_samples_and_erased(
-    schema: Schema, build: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_row_that_went_bad_is_left_out_of_samples_and_erased(schema, build, caplog):
     store = build({**DISK, "device_bytes": "1kB"}, capacity=200)
     fill(store, schema, 0, 2000)
     held, bad = len(store), set(store.event_table.copy()["offset"][:5].tolist())
-    cached = store.rows["device"]
+    cached = store.tiers.rows(len(store))["device"]
     spoil(store, positions=5)
     plan_ahead(store, 0, held)
-    sample = store.sample(0, held)
+    sample = store.planner.sample(0, held)
     assert held - 5 <= len(sample) <= held - 5 + cached
     plan_ahead(store, 1, 10)
     assert store.lost == held - len(sample)
@@ -197,48 +187,44 @@ def test_a_row_that_went_bad_is_left_out_of_samples_and_erased(
     assert len(payload(store)) == len(store)
 
 
-def test_a_disk_that_is_out_of_reach_for_a_while_costs_no_event(
-    schema: Schema, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_out_of_reach_for_a_while_costs_no_event(schema, build, monkeypatch):
     store = build({**DISK, "device_bytes": "1kB"}, capacity=200)
     fill(store, schema, 0, 2000)
     held = len(store)
 
-    def stale(*_: object) -> int:
+    def stale(*_):
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.tiers.disk.os.preadv", stale)
+        patch.setattr("anabranch.replay.tiers.disk.os.preadv", stale)
         for step in range(10):
             plan_ahead(store, step, 50)
-            assert len(store.sample(step, 50)) < 50
-        assert "cannot be read: Stale file handle; what it has is not rehearsed" in str(store.problem)
+            assert len(store.planner.sample(step, 50)) < 50
+        assert "cannot be read: Stale file handle; its events are not replayed" in str(store.tiers.problem)
     for step in range(10, 30):
         plan_ahead(store, step, 50)
-        sample = store.sample(step, 50)
-    assert (len(sample), len(store), store.lost, store.problem) == (50, held, 0, None)
+        sample = store.planner.sample(step, 50)
+    assert (len(sample), len(store), store.lost, store.tiers.problem) == (50, held, 0, None)
 
 
-def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
-    schema: Schema, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_cannot_be_written_costs_events_and_no_step(schema, build, monkeypatch):
     store = build(DISK, capacity=200)
     fill(store, schema, 0, 300)
     store.tiers.sync()
     held = len(store)
 
-    def read_only(*_: object) -> int:
+    def read_only(*_):
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.tiers.disk.os.pwritev", read_only)
+        patch.setattr("anabranch.replay.tiers.disk.os.pwritev", read_only)
         fill(store, schema, 300, 1000)
         store.tiers.sync()
         assert store.tiers.problem is not None
         assert "1.rows cannot be written: Read-only file system; events are not stored" in store.tiers.problem
     plan_ahead(store, 0, 50)
     assert store.lost > 0
-    assert len(store.sample(0, 50)) == 50
+    assert len(store.planner.sample(0, 50)) == 50
     assert len(store) <= held
     fill(store, schema, 1000, 3000)
     store.tiers.sync()
@@ -246,19 +232,17 @@ def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
     assert len(payload(store)) == len(store) > 150
 
 
-def test_a_checkpoint_is_not_whole_before_its_rows_are_on_the_disk(
-    schema: Schema, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_not_whole_before_its_rows_are_on_the_disk(schema, build, monkeypatch):
     store = build(DISK)
     gate, order = threading.Event(), []
     write, fsync = os.pwritev, os.fsync
     monkeypatch.setattr(
-        "replay.tiers.disk.os.pwritev", lambda *args: (gate.wait(), order.append("write"), write(*args))[2]
+        "anabranch.replay.tiers.disk.os.pwritev", lambda *args: (gate.wait(), order.append("write"), write(*args))[2]
     )
-    monkeypatch.setattr("replay.tiers.disk.os.fsync", lambda *args: (order.append("sync"), fsync(*args))[1])
+    monkeypatch.setattr("anabranch.replay.tiers.disk.os.fsync", lambda *args: (order.append("sync"), fsync(*args))[1])
     add_now(store, fake_columns(schema, range(10)), PARTITIONS)
     held = store.begin_snapshot(1)
-    checkpointer = threading.Thread(target=lambda: (store.contents(held), order.append("contents")))
+    checkpointer = threading.Thread(target=lambda: (held.contents(), order.append("contents")))
     checkpointer.start()
     checkpointer.join(0.05)
     assert order == []
@@ -267,7 +251,7 @@ def test_a_checkpoint_is_not_whole_before_its_rows_are_on_the_disk(
     assert order == ["write", "sync", "contents"]
 
 
-def test_a_store_without_a_slot_to_write_declines_events(schema: Schema, build: Build) -> None:
+def test_a_store_without_a_slot_to_write_declines_events(schema, build):
     """It happens when checkpoints cannot be written for long, so that no slot is given back."""
     store = build(SMALLER, capacity=400)
     for number, begin in enumerate(range(0, 60_000, 100), start=1):
@@ -281,7 +265,7 @@ def test_a_store_without_a_slot_to_write_declines_events(schema: Schema, build: 
     assert len(payload(store)) == len(store)
 
 
-def test_the_file_of_another_checkpoint_is_refused(schema: Schema, build: Build, tmp_path: Path) -> None:
+def test_the_file_of_another_checkpoint_is_refused(schema, build, tmp_path):
     store = build(DISK)
     fill(store, schema, 0, 500)
     contents = checkpoint(store)
@@ -297,7 +281,7 @@ def test_the_file_of_another_checkpoint_is_refused(schema: Schema, build: Build,
 
 
 @pytest.mark.parametrize(("key", "instead"), [("admission", "reservoir"), ("sampling", "uniform")])
-def test_no_policy_shares_the_store_among_classes_of_which_an_event_has_several(key: str, instead: str) -> None:
+def test_no_policy_shares_the_store_among_classes_of_which_an_event_has_several(key, instead):
     label = {"name": "y", "classes": 4, "multi": True}
     fields = {"features": {"x": {"dtype": "float32"}}, "label": label}
     settings = ReplaySettings.model_validate({"capacity": 100, key: "class-balanced"})
@@ -306,12 +290,12 @@ def test_no_policy_shares_the_store_among_classes_of_which_an_event_has_several(
 
 
 @pytest.mark.parametrize("admission", ["class-balanced", "diverse"])
-def test_a_floor_is_for_policies_without_quotas(admission: str) -> None:
+def test_a_floor_is_for_policies_without_quotas(admission):
     with pytest.raises(ValidationError, match=f'class_floor is for other admissions than "{admission}"'):
         ReplaySettings.model_validate({"admission": admission, "class_floor": 0.25})
 
 
-def test_a_floor_needs_classes() -> None:
+def test_a_floor_needs_classes():
     fields = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "dtype": "float32"}}
     with pytest.raises(SettingsError, match=r"class_floor = 0.25 needs schema.label.classes.*write 0"):
         check_policies(
@@ -319,6 +303,6 @@ def test_a_floor_needs_classes() -> None:
         )
 
 
-def test_a_disk_too_small_for_one_event_is_refused(build: Build) -> None:
+def test_a_disk_too_small_for_one_event_is_refused(build):
     with pytest.raises(SettingsError, match=r"replay.disk.bytes = 5000 is too small"):
         build({"disk": {"bytes": 5000}})

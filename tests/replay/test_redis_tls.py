@@ -4,16 +4,15 @@ import asyncio
 import contextlib
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from anabranch.core.errors import DependencyError, SettingsError
-from replay.tiers.redis_server import RedisServer
-from replay.tiers.redis_tier import RedisTier
+from anabranch.replay.tiers.redis_server import RedisServer
+from anabranch.replay.tiers.redis_tier import RedisTier
 
 pytestmark = pytest.mark.services
 PREFIX = "anabranch:test:rank-0:"
@@ -22,11 +21,11 @@ Front = Callable[..., int]
 
 
 @pytest.fixture
-def front(mortal_redis: Any, certificate: Certificate) -> Iterator[Front]:
+def front(mortal_redis, certificate):
     """`front(client=None)`: a port that speaks TLS for the server, and asks for the certificate `client`."""
     with contextlib.ExitStack() as stack:
 
-        def start(client: Path | None = None) -> int:
+        def start(client=None):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(*certificate(30))
             if client is not None:
@@ -38,11 +37,11 @@ def front(mortal_redis: Any, certificate: Certificate) -> Iterator[Front]:
 
 
 @contextlib.contextmanager
-def _speaking_tls(context: ssl.SSLContext, behind: int) -> Iterator[int]:
+def _speaking_tls(context, behind):
     started, ports = threading.Event(), []
     loop, end = asyncio.new_event_loop(), asyncio.Event()
 
-    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    async def copy(source, target):
         try:
             while data := await source.read(1 << 16):
                 target.write(data)
@@ -50,14 +49,14 @@ def _speaking_tls(context: ssl.SSLContext, behind: int) -> Iterator[int]:
         finally:
             target.transport.abort()
 
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def relay(reader, writer):
         there, back = await asyncio.open_connection("127.0.0.1", behind)
         await asyncio.gather(copy(reader, back), copy(there, writer), return_exceptions=True)
         for each in (back, writer):
             with contextlib.suppress(OSError):
                 await each.wait_closed()
 
-    async def serve() -> None:
+    async def serve():
         server = await asyncio.start_server(relay, "127.0.0.1", 0, ssl=context)
         ports.append(server.sockets[0].getsockname()[1])
         started.set()
@@ -76,7 +75,7 @@ def _speaking_tls(context: ssl.SSLContext, behind: int) -> Iterator[int]:
         thread.join()
 
 
-def use(url: str) -> None:
+def use(url):
     """Write rows, read them back and remove them."""
     with RedisServer(url, PREFIX) as server:
         server.open(needed=True)
@@ -92,7 +91,7 @@ def use(url: str) -> None:
         assert server.problem is None
 
 
-def test_rows_cross_tls_when_the_authority_is_named(front: Front, certificate: Certificate) -> None:
+def test_rows_cross_tls_when_the_authority_is_named(front, certificate):
     port = front()
     authority, _ = certificate(30, "server-again")
     with pytest.raises(DependencyError, match=r"does not answer: .*certificate verify failed"):
@@ -102,9 +101,7 @@ def test_rows_cross_tls_when_the_authority_is_named(front: Front, certificate: C
     use(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={authority.with_name('server.crt')}")
 
 
-def test_a_server_may_ask_for_a_certificate_and_a_password(
-    front: Front, certificate: Certificate, mortal_redis: Any
-) -> None:
+def test_a_server_may_ask_for_a_certificate_and_a_password(front, certificate, mortal_redis):
     mine, key = certificate(30, "mine")
     mortal_redis.stop()
     mortal_redis.start("--requirepass", "opensesame")
@@ -117,7 +114,7 @@ def test_a_server_may_ask_for_a_certificate_and_a_password(
 
 
 @pytest.mark.parametrize("files", ["ssl_ca_certs={nowhere}", "ssl_ca_certs={text}", "ssl_certfile={text}"])
-def test_files_that_are_none_are_refused_before_anybody_is_asked(tmp_path: Path, files: str) -> None:
+def test_files_that_are_none_are_refused_before_anybody_is_asked(tmp_path, files):
     (tmp_path / "text").write_text("no certificate")
     named = files.format(nowhere=tmp_path / "nowhere", text=tmp_path / "text")
     with pytest.raises(
@@ -126,7 +123,7 @@ def test_files_that_are_none_are_refused_before_anybody_is_asked(tmp_path: Path,
         RedisServer(f"rediss://127.0.0.1:1/0?{named}", PREFIX)
 
 
-def test_a_user_needs_no_more_rights_than_the_docs_say(mortal_redis: Any) -> None:
+def test_a_user_needs_no_more_rights_than_the_docs_say(mortal_redis):
     rights = "+get +mget +set +mset +scan +unlink +info"
     mortal_redis.say(f"ACL SETUSER learner on >opensesame ~anabranch:test:* {rights}")
     at = f"127.0.0.1:{mortal_redis.port}/0"

@@ -2,7 +2,7 @@
 one keeps."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import Columns, fake_columns
-from replay.build import build_store
-from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints, add_now, plan_ahead
-from replay.snapshot import StoreSnapshot
-from replay.store import Store
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.replay.build import build_store
+from anabranch.replay.settings import ReplaySettings
+from anabranch.replay.store import Store
+from anabranch.testing.stores import FakeCheckpoints, add_now, plan_ahead
 
 PARTITIONS = [TopicPartition("events", 0)]
 ARRANGEMENTS: list[dict[str, Any]] = [
@@ -36,7 +34,7 @@ CAPACITY, SAMPLED = 200, 24
 Build = Callable[..., Store]
 
 
-def block(schema: Schema, step: int, rows: int) -> Columns:
+def block(schema, step, rows):
     """Events of a step; classes are uneven, and a step is a minute."""
     columns = fake_columns(schema, range(step * 1000, step * 1000 + rows), label=[0, 0, 0, 0, 1, 1, 2, -1])
     columns["weight"] = np.resize(np.array([0.5, 1.0, 1.0, 3.0], np.float32), rows)
@@ -44,9 +42,9 @@ def block(schema: Schema, step: int, rows: int) -> Columns:
     return columns
 
 
-def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
+def take_step(store, schema, step, rows):
     """Sample, learn, add and plan as the learner does; return all of the sample."""
-    sample = store.sample(step, SAMPLED)
+    sample = store.planner.sample(step, SAMPLED)
     store.update_priorities(sample, (sample.records["offset"] * 7 % 19 / 5).astype(np.float32))
     store.add(block(schema, step, rows), PARTITIONS)
     plan_ahead(store, step + 1, SAMPLED)
@@ -62,9 +60,7 @@ def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
     rows=st.sampled_from([20, 150]),
 )
 @pytest.mark.slow
-def test_no_restart_changes_a_sample(
-    schema: Schema, sampling: str, admission: str, lives: list[tuple[int, int, dict[str, Any]]], rows: int
-) -> None:
+def test_no_restart_changes_a_sample(schema, sampling, admission, lives, rows):
     """Bit for bit, in whatever tiers each life has its rows; what a crash undoes is done again."""
     policies = {"capacity": CAPACITY, "sampling": sampling, **ADMISSIONS[admission], "half_life": "5m"}
     with tempfile.TemporaryDirectory() as folder:
@@ -93,8 +89,8 @@ def test_no_restart_changes_a_sample(
             each.close()
 
 
-def _builder(schema: Schema, folder: Path, policies: dict[str, Any]) -> Build:
-    def build(arrangement: dict[str, Any], contents: StoreSnapshot | None = None) -> Store:
+def _builder(schema, folder, policies):
+    def build(arrangement, contents=None):
         chosen = ReplaySettings.model_validate({**policies, **arrangement})
         return build_store(chosen, schema, torch.device("cpu"), 0, folder, contents)
 
@@ -102,11 +98,11 @@ def _builder(schema: Schema, folder: Path, policies: dict[str, Any]) -> Build:
 
 
 @pytest.fixture
-def build(schema: Schema, tmp_path: Path) -> Iterator[Build]:
+def build(schema, tmp_path):
     """`build(arrangement, contents=None, **policies)`: stores in one folder."""
     stores: list[Store] = []
 
-    def make(arrangement: dict[str, Any], contents: StoreSnapshot | None = None, **policies: Any) -> Store:
+    def make(arrangement, contents=None, **policies):
         chosen = {"capacity": CAPACITY, "half_life": "5m", **policies}
         stores.append(_builder(schema, tmp_path, chosen)(arrangement, contents))
         return stores[-1]
@@ -120,9 +116,7 @@ def build(schema: Schema, tmp_path: Path) -> Iterator[Build]:
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=["device", "disk", "small disk"])
 @pytest.mark.parametrize("before", ADMISSIONS)
 @pytest.mark.parametrize("after", ADMISSIONS)
-def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
-    schema: Schema, build: Build, before: str, after: str, arrangement: dict[str, Any]
-) -> None:
+def test_under_another_policy_events_compete_as_if_it_had_been_that_one(schema, build, before, after, arrangement):
     """Of what the old one had kept and what came later, the new one holds what one to which these were added holds."""
     store, other = build(arrangement, **ADMISSIONS[before]), build({}, **ADMISSIONS[after])
     for step in range(20):
@@ -149,5 +143,5 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
     # The next checkpoint has the new priorities, not those of the previous one.
     again = build(arrangement, FakeCheckpoints(store, first).checkpoint(2), **ADMISSIONS[after])
     assert np.array_equal(again.event_table.copy()[names], store.event_table.copy()[names])
-    assert len(again.sample(0, SAMPLED)) == SAMPLED
+    assert len(again.planner.sample(0, SAMPLED)) == SAMPLED
     assert store.lost == again.lost == 0

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from replay.row_layout import RowLayout
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.replay.row_layout import RowLayout
 
 
-def schema(*features: str) -> Schema:
+def schema(*features):
     settings = {"features": {name: {"dtype": "float32"} for name in features}, "label": {"name": "y", "classes": 2}}
     return Schema(SchemaSettings.model_validate(settings))
 
@@ -25,7 +25,7 @@ def test_rows_can_be_read_after_the_order_of_features_has_changed():
 
 
 @pytest.mark.parametrize("which", [[0, 1, 2, 3], [3, 2, 1, 0], [2], [1, 1, 0, 3], [0, 1, 2]])
-def test_rows_are_of_the_requested_events_in_their_order(which: list[int]) -> None:
+def test_rows_are_of_the_requested_events_in_their_order(which):
     fields = schema("a", "b").payload()
     rng = np.random.default_rng(0)
     columns = {name: rng.integers(0, 100, (4, *shape)).astype(dtype) for name, (dtype, shape) in fields.items()}
@@ -37,7 +37,7 @@ def test_rows_are_of_the_requested_events_in_their_order(which: list[int]) -> No
 
 
 @pytest.mark.parametrize(("features", "row_bytes"), [(3, 48), (124, 1016), (125, 1024), (126, 1088), (389, 3136)])
-def test_long_rows_are_whole_lines_of_the_cache_filled_up_with_zeros(features: int, row_bytes: int) -> None:
+def test_long_rows_are_whole_lines_of_the_cache_filled_up_with_zeros(features, row_bytes):
     fields = schema(*(f"f{n}" for n in range(features))).payload()
     layout = RowLayout(fields)
     assert layout.row_bytes == row_bytes

@@ -1,42 +1,36 @@
 """No event of a step is lost for lack of a slot, however many the step has and however few spare slots there are."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import Columns, fake_columns
-from replay.build import build_store
-from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints, plan_ahead
-from replay.store import Store
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.replay.build import build_store
+from anabranch.replay.settings import ReplaySettings
+from anabranch.testing.stores import FakeCheckpoints, plan_ahead, sample_of
 
 PARTITIONS = [TopicPartition("events", 0)]
 KEPT = 3
 """Checkpoints that may be resumed."""
 
 
-def events(schema: Schema, begin: int, n: int) -> Columns:
+def events(schema, begin, n):
     """Of which `recent` lets nearly all in: an event is twice as likely as one a second older."""
     columns = fake_columns(schema, range(begin, begin + n))
     columns["time_ms"] = np.arange(begin, begin + n) * 10
     return columns
 
 
-def rows_of(store: Store) -> dict[int, list[float]]:
-    sample = store.fetch(store.plan(0, len(store)))
+def rows_of(store):
+    sample = sample_of(store, 0, len(store))
     return dict(zip(sample.records["offset"].tolist(), sample.columns["feature.x"].tolist(), strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1500, 4096, 12_000])
 @pytest.mark.parametrize("tiers", [{"device_bytes": "400kB"}, {"disk": {"bytes": "500kB"}}], ids=["device", "disk"])
-def test_a_step_finds_slots_for_all_its_events(
-    schema: Schema, tmp_path: Path, tiers: dict[str, object], step: int
-) -> None:
+def test_a_step_finds_slots_for_all_its_events(schema, tmp_path, tiers, step):
     """Also one with more events than are kept; checkpoints are made when the store asks for them, and one in five
     steps."""
     options = {"admission": "recent", "half_life": "1s", **tiers}

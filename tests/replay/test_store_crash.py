@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,21 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from ingest.config import SchemaSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import Columns, fake_columns
-from learner.checkpointing.captured_state import CapturedState
-from learner.checkpointing.checkpointer import Checkpointer
-from learner.checkpointing.replay_state import unpack
-from learner.config import CheckpointSettings
-from learner.metrics import LearnerMetrics
-from learner.state_dir.checkpoint import Checkpoints
-from replay.background_store import BackgroundStore
-from replay.build import build_store
-from replay.config import ReplaySettings
-from replay.fake import plan_ahead
-from replay.sample_plan import Sample
-from replay.sample_planner import AHEAD
-from replay.store import Store
-from replay.tiers import redis_server as redis
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.checkpoints.checkpointer import CapturedState, Checkpointer
+from anabranch.learner.checkpoints.format import Checkpoints
+from anabranch.learner.checkpoints.parts import StorePart, unpack
+from anabranch.learner.settings.learner import CheckpointSettings
+from anabranch.learner.status.metrics import LearnerMetrics
+from anabranch.replay.background_store import BackgroundStore
+from anabranch.replay.build import build_store
+from anabranch.replay.sample_plan import AHEAD
+from anabranch.replay.settings import ReplaySettings
+from anabranch.replay.tiers import redis_server as redis
+from anabranch.testing.stores import plan_ahead
 from tests.support.waiting import TAKES_MINUTES
 
 KEYS = "crash:rank-0"
@@ -64,7 +60,7 @@ SCHEMA = {
 }
 
 
-def columns_of(schema: Schema, partition: int, offsets: np.ndarray) -> Columns:
+def columns_of(schema, partition, offsets):
     """What an event is follows from its identity; a second has 30 of them, a class as many as its number says."""
     number = offsets * 2 + partition
     columns = fake_columns(schema, offsets.tolist(), partition=partition)
@@ -79,24 +75,25 @@ def columns_of(schema: Schema, partition: int, offsets: np.ndarray) -> Columns:
 class Rehearsal:
     """What a learner does with a store, a step after the other; nothing of it depends on time."""
 
-    def __init__(self, keeper: Store | BackgroundStore, schema: Schema, step: int) -> None:
+    def __init__(self, keeper, schema, step):
         self._keeper, self.schema, self.step = keeper, schema, step
         if not step:
             self._plan_ahead(0)
 
-    def _plan_ahead(self, step: int) -> None:
+    def _plan_ahead(self, step):
         if isinstance(self._keeper, BackgroundStore):
             self._keeper.plan_ahead(step, PLANNED)
         else:
             plan_ahead(self._keeper, step, PLANNED)
 
     @property
-    def store(self) -> Store:
+    def store(self):
         return self._keeper.flush() if isinstance(self._keeper, BackgroundStore) else self._keeper
 
-    def take_step(self) -> str:
+    def take_step(self):
         """Sample, learn, add and plan; return the digest of what was sampled."""
-        sample = self._keeper.sample(self.step, SAMPLED)
+        keeper = self._keeper
+        sample = (keeper if isinstance(keeper, BackgroundStore) else keeper.planner).sample(self.step, SAMPLED)
         if sample is not None:
             offsets = sample.records["offset"]
             self._keeper.update_priorities(sample, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
@@ -107,7 +104,7 @@ class Rehearsal:
         self._plan_ahead(self.step)
         return digest_of(sample)
 
-    def state(self) -> str:
+    def state(self):
         """Return the digest of what is held, in order, and planned."""
         self.store.flush_pending()
         assert self.store.lost == 0
@@ -123,10 +120,10 @@ class Life(Rehearsal):
     """One that goes on from the newest checkpoint and makes checkpoints; `close` ends it as a crash does, but for open
     files."""
 
-    def __init__(self, path: Path, schema: Schema, settings: str, tiers: str, redis: str = "") -> None:
+    def __init__(self, path, schema, settings, tiers, redis=""):
         """`redis` is the address of a server, if the tiers need one."""
         checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
-        checkpoints.clean()
+        checkpoints.storage.clean()
         found = checkpoints.newest()
         contents, segments = (unpack(found[1]) if found else None) or (None, ())
         chosen = dict(TIERS[tiers])
@@ -139,45 +136,43 @@ class Life(Rehearsal):
         super().__init__(self._background_store, schema, found[1].step if found else 0)
         every = CheckpointSettings.model_validate({"every": "5ms"})
         self._checkpointer = Checkpointer(
-            checkpoints, every, self._background_store, LearnerMetrics(CollectorRegistry()), segments
+            checkpoints, every, LearnerMetrics(CollectorRegistry()), [StorePart(self._background_store, segments)]
         )
 
-    def checkpoint_if_due(self) -> None:
+    def checkpoint_if_due(self):
         if self._checkpointer.is_due():
-            self._checkpointer.checkpoint(
-                lambda number: CapturedState(self.step, {}, {}, self.store.begin_snapshot(number))
-            )
+            self._checkpointer.checkpoint(lambda: CapturedState(self.step, {}, {}))
         assert self._checkpointer.problem is None
 
-    def close(self) -> None:
+    def close(self):
         self._background_store.close()
 
 
 class Undisturbed:
     """The same steps in one life, in memory and one thread."""
 
-    def __init__(self, schema: Schema, settings: str) -> None:
+    def __init__(self, schema, settings):
         options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings]})
         self._life = Rehearsal(build_store(options, schema, CPU, 0), schema, 0)
         self._states, self._samples = [self._life.state()], list[str]()
 
-    def state(self, step: int) -> str:
+    def state(self, step):
         """Return the digest of the state before a step."""
         self._go_on(step)
         return self._states[step]
 
-    def sample(self, step: int) -> str:
+    def sample(self, step):
         """Return the digest of what a step samples."""
         self._go_on(step + 1)
         return self._samples[step]
 
-    def _go_on(self, step: int) -> None:
+    def _go_on(self, step):
         while self._life.step < step:
             self._samples.append(self._life.take_step())
             self._states.append(self._life.state())
 
 
-def digest_of(sample: Sample | None) -> str:
+def digest_of(sample):
     if sample is None or not len(sample):
         return ""
     columns = [column.numpy().tobytes() for column in sample.columns.values()]
@@ -185,13 +180,13 @@ def digest_of(sample: Sample | None) -> str:
     return hashlib.sha256(b"".join([names.tobytes(), sample.importance.numpy().tobytes(), *columns])).hexdigest()
 
 
-def expect_whole(store: Store, schema: Schema) -> None:
+def expect_whole(store, schema):
     """Fail unless the file has each event's own row, and each slot is free, used or retired."""
     slots = store.event_table.slots
-    rows, whole = store.tiers.read(slots.astype(np.int64), store.event_table.identity(slots))
+    rows, whole = store.tiers.primary.read(slots.astype(np.int64), store.event_table.identity(slots))
     assert whole.all(), f"{(~whole).sum()} rows of {len(slots)} are torn or of other events"
     columns = store._layout.unpack(rows)
-    records = store.event_table.records(slots)
+    records = store.event_table.by_slot.take(slots)
     for partition in (0, 1):
         mine = records["partition"] == partition
         if not mine.any():  # the first checkpoint may be made before anything came
@@ -205,7 +200,7 @@ def expect_whole(store: Store, schema: Schema) -> None:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Sums of floats depend on how many threads share them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -234,15 +229,7 @@ def one_thread() -> Iterator[None]:
         ),
     ],
 )
-def test_a_store_is_whole_after_kills_at_random_moments(
-    tmp_path: Path,
-    one_thread: None,
-    nursery: "_Nursery",
-    settings: str,
-    kills: int,
-    tiers: str,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_a_store_is_whole_after_kills_at_random_moments(tmp_path, one_thread, nursery, settings, kills, tiers, request):
     """After each: every event of the last checkpoint, no torn one, no slot leaked, and the next samples bit for bit.
 
     The same holds for the oldest checkpoint that is kept. The next life goes on from the last one: what it has at its
@@ -273,11 +260,11 @@ def test_a_store_is_whole_after_kills_at_random_moments(
             expect_whole(life.store, schema)
             assert life.state() == undisturbed.state(life.step), "others are held or planned"
             for step in range(life.step, life.step + AHEAD):
-                assert digest_of(life.store.sample(step, SAMPLED)) == undisturbed.sample(step)
+                assert digest_of(life.store.planner.sample(step, SAMPLED)) == undisturbed.sample(step)
             life.close()
 
 
-def _with_the_oldest_alone(path: Path, numbers: list[int]) -> list[Path]:
+def _with_the_oldest_alone(path, numbers):
     """Return a folder with only the oldest checkpoint, as if the others were damaged, if there is more than one."""
     if len(numbers) < 2:
         return []
@@ -293,17 +280,17 @@ def _with_the_oldest_alone(path: Path, numbers: list[int]) -> list[Path]:
 class _Nursery:
     """A process that has imported everything, and forks one life after the other."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process):
         self._process = process
 
-    def begin(self, *how: str) -> int:
+    def begin(self, *how):
         """Start a life with these arguments, and return its pid."""
         return int(self._send(json.dumps(how)))
 
-    def await_end(self) -> None:
+    def await_end(self):
         assert int(self._send()) == -signal.SIGKILL, "it ended by itself"
 
-    def _send(self, line: str = "") -> str:
+    def _send(self, line=""):
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{line}\n")
@@ -312,13 +299,13 @@ class _Nursery:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[_Nursery]:
+def nursery():
     process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         yield _Nursery(process)
 
 
-def _breed() -> None:
+def _breed():
     """Be the nursery: for a line with a life's arguments its pid goes out, for the one after that how it ended."""
     schema = Schema(SchemaSettings.model_validate(SCHEMA))
     torch.set_num_threads(1)

@@ -7,9 +7,8 @@ In random order, over every arrangement of tiers and from each to each, under ev
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ingest.events.identity import identity_hash, keyed_hash, partition_base, partition_name
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import Columns, fake_columns
-from replay.build import build_store
-from replay.checkpoint.capture import CapturedStore
-from replay.config import ReplaySettings
-from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
-from replay.fake import FakeCheckpoints, plan_ahead
-from replay.sample_plan import Sample
-from replay.sample_planner import AHEAD
-from replay.sampling.base import BY_POSITION
-from replay.snapshot import StoreSnapshot
-from replay.store import Store
-from replay.tiers.disk_files import make_way
+from anabranch.ingest.events.identity import identity_hash, keyed_hash, partition_base, partition_name
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.replay.build import build_store
+from anabranch.replay.checkpoint import CapturedStore
+from anabranch.replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
+from anabranch.replay.sample_plan import AHEAD
+from anabranch.replay.sampling.base import BY_POSITION
+from anabranch.replay.settings import ReplaySettings
+from anabranch.replay.snapshot import StoreSnapshot
+from anabranch.replay.store import Store
+from anabranch.replay.tiers.disk_files import make_way
+from anabranch.testing.stores import FakeCheckpoints, plan_ahead, sample_of
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("other", 0, incarnation=2)]
 NAMES = [partition_name(name) for name in PARTITIONS]
@@ -69,7 +66,7 @@ Event = tuple[int, int, int]
 Open = Callable[..., Store]
 
 
-def columns_of(schema: Schema, events: list[Event]) -> Columns:
+def columns_of(schema, events):
     """What an event is follows from its identity."""
     partition, offset, row = (np.array(column) for column in zip(*events, strict=True))
     number = partition * 7919 + offset * 31 + row
@@ -85,7 +82,7 @@ def columns_of(schema: Schema, events: list[Event]) -> Columns:
     return columns
 
 
-def kept(schema: Schema, admission: str, added: set[Event], k: int) -> set[Event]:
+def kept(schema, admission, added, k):
     """The definition: of each group the q smallest, q being the largest number with which no more than k are kept."""
     if not added:
         return set()
@@ -108,15 +105,15 @@ def kept(schema: Schema, admission: str, added: set[Event], k: int) -> set[Event
     return {event for members in groups.values() for _, event in sorted(members)[:most]}
 
 
-def names_of(records: np.ndarray) -> list[Event]:
+def names_of(records):
     return list(zip(*(records[name].tolist() for name in ("partition", "offset", "row")), strict=True))
 
 
-def held(store: Store) -> list[Event]:
+def held(store):
     return names_of(store.event_table.copy())
 
 
-def expect_payload(schema: Schema, sample: Sample) -> None:
+def expect_payload(schema, sample):
     """Fail unless each event of a sample has its own payload, bit for bit."""
     events = names_of(sample.records)
     if not events:
@@ -126,14 +123,14 @@ def expect_payload(schema: Schema, sample: Sample) -> None:
         assert column.numpy().tobytes() == np.ascontiguousarray(expected[name], column.numpy().dtype).tobytes(), name
 
 
-def expect_no_slot_leaked(store: Store) -> None:
+def expect_no_slot_leaked(store):
     """Fail unless each slot is free, used or retired, and only one of these."""
     retired = [slots for _, slots in store.slots._retired]
     everything = np.concatenate([store.event_table.slots, store.slots._free, *retired])
     assert sorted(everything.tolist()) == list(range(store.tiers.slots))
 
 
-def is_erased(record: Record, event: Event) -> bool:
+def is_erased(record, event):
     """The plain definition."""
     partition, offset, row = event
     if isinstance(record, ByRange):
@@ -142,7 +139,7 @@ def is_erased(record: Record, event: Event) -> bool:
     return int(record.key_hash, 16) == key and offset < record.up_to.get(NAMES[partition], 0)
 
 
-def remembered(contents: StoreSnapshot, records: list[Record]) -> StoreSnapshot:
+def remembered(contents, records):
     """Return a checkpoint without what is erased, and without the plans from the first on that names such an
     event."""
     erases = lambda events: any(is_erased(record, event) for record in records for event in events)  # noqa: E731
@@ -158,11 +155,11 @@ def remembered(contents: StoreSnapshot, records: list[Record]) -> StoreSnapshot:
 
 
 @contextlib.contextmanager
-def stores(schema: Schema, folder: Path, url: str, k: int = 40) -> Iterator[Open]:
+def stores(schema, folder, url, k=40):
     """`open(arrangement, contents=None, **settings)`: the store of one learner, closing the one before."""
     with contextlib.ExitStack() as stack:
 
-        def open_(arrangement: str, contents: StoreSnapshot | None = None, **options: Any) -> Store:
+        def open_(arrangement, contents=None, **options):
             stack.pop_all().close()
             chosen = {"capacity": k, "half_life": f"{HALF_LIFE}s", **ARRANGEMENTS[arrangement], **options}
             if "redis" in chosen:
@@ -201,7 +198,7 @@ class Model:
     taken_in: set[Event] = field(default_factory=set)
     """The added events that are not pending."""
 
-    def moment(self, store: Store) -> Moment:
+    def moment(self, store):
         plans = {step: list(plan) for step, plan in self.plans.items()}
         return Moment(held(store), set(self.added), plans, self.step, store.reservoir.quotas.thresholds.tolist())
 
@@ -209,7 +206,7 @@ class Model:
 class StoreMachine(RuleBasedStateMachine):
     """One learner's store through several lives."""
 
-    def __init__(self, schema: Schema, open_: Open, arrangements: list[str], admission: str, k: int = 40) -> None:
+    def __init__(self, schema, open_, arrangements, admission, k=40):
         super().__init__()
         self.schema, self.open, self.arrangements = schema, open_, arrangements
         self.admission, self.k = admission, k
@@ -220,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.dice = np.random.default_rng(0)
 
     @initialize(sampling=st.one_of(st.just("uniform"), st.sampled_from(SAMPLINGS)))
-    def begin(self, sampling: str) -> None:
+    def begin(self, sampling):
         self.options = {"admission": self.admission, "sampling": sampling}
         self.store = self.open(self.arrangements[0], **self.options)
         self.fakes = FakeCheckpoints(self.store)
@@ -231,7 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
         count=st.integers(1, 60),
         order=st.sampled_from(["rising", "falling", "mixed", "twice", "rows"]),
     )
-    def add(self, partition: int, begin: int, count: int, order: str) -> None:
+    def add(self, partition, begin, count, order):
         events = [(partition, offset, 0) for offset in range(begin, begin + count)]
         if order == "falling":
             events.reverse()
@@ -252,12 +249,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.add(columns_of(self.schema, events), PARTITIONS)
         self.model.added |= set(events)
 
-    def has_room(self, n: int) -> bool:
+    def has_room(self, n):
         """Whether slots are free for what waits and n events more."""
         return self.store.slots.free >= len(self.store._pending) + n
 
     @rule(n=st.integers(0, 30))
-    def plan(self, n: int) -> None:
+    def plan(self, n):
         plan_ahead(self.store, self.model.step, n)
         before = held(self.store)
         assert [plan.step for plan in self.store.planner.plans][:AHEAD] == [
@@ -272,9 +269,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.step in self.model.plans)
     @rule(n=st.integers(0, 30), updates=st.booleans())
-    def sample(self, n: int, updates: bool) -> None:
+    def sample(self, n, updates):
         expected = self.model.plans.pop(self.model.step)[:n]
-        sample = self.store.sample(self.model.step, n)
+        sample = self.store.planner.sample(self.model.step, n)
         self.model.step += 1
         assert names_of(sample.records) == expected
         expect_payload(self.schema, sample)
@@ -283,7 +280,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.update_priorities(sample, self.dice.exponential(size=len(sample)).astype(np.float32))
 
     @rule(partition=st.integers(0, 2), first=st.integers(0, 450), length=st.integers(0, 20), by_key=st.booleans())
-    def erase(self, partition: int, first: int, length: int, by_key: bool) -> None:
+    def erase(self, partition, first, length, by_key):
         """While no checkpoint is written, as in the learner; steps whose plans have erased events are planned again."""
         self._finish(written=True, keep=2)
         record: Record = ByRange(time=0, by="command", partition=NAMES[partition], first=first, last=first + length)
@@ -302,29 +299,29 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 assert events == before
 
-    def is_erased(self, event: Event) -> bool:
+    def is_erased(self, event):
         if event not in self.fates:
             self.fates[event] = any(is_erased(record, event) for record in self.erased)
         return self.fates[event]
 
     @precondition(lambda self: self.pending is None)
     @rule()
-    def hold(self) -> None:
+    def hold(self):
         self._hold()
 
     @precondition(lambda self: self.pending is not None)
     @rule(written=st.sampled_from([True, True, False]), keep=st.integers(1, 3))
-    def finish(self, written: bool, keep: int) -> None:
+    def finish(self, written, keep):
         self._finish(written=written, keep=keep)
 
     @rule(keep=st.integers(2, 3))
-    def checkpoint(self, keep: int) -> None:
+    def checkpoint(self, keep):
         self._finish(written=True, keep=keep)
         self._hold()
         self._finish(written=True, keep=keep)
 
     @rule(data=st.data(), newest_is_broken=st.sampled_from([False, False, True]))
-    def crash(self, data: st.DataObject, newest_is_broken: bool) -> None:
+    def crash(self, data, newest_is_broken):
         """Go on from a checkpoint, with the tiers as they are; what was not written is erased."""
         arrangement = data.draw(st.sampled_from(self.arrangements))
         self.pending = None
@@ -347,7 +344,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert [plan.step for plan in self.store.planner.plans] == sorted(plans)
 
     @invariant()
-    def what_is_held_is_what_the_definition_says(self) -> None:
+    def what_is_held_is_what_the_definition_says(self):
         if not hasattr(self, "store"):
             return
         events = held(self.store)
@@ -362,18 +359,18 @@ class StoreMachine(RuleBasedStateMachine):
         assert kept(self.schema, self.admission, self.model.taken_in, self.k) & remembered_ <= set(events)
 
     @invariant()
-    def no_slot_is_leaked_or_used_twice(self) -> None:
+    def no_slot_is_leaked_or_used_twice(self):
         if hasattr(self, "store"):
             expect_no_slot_leaked(self.store)
 
     @invariant()
-    def every_event_has_its_own_payload(self) -> None:
+    def every_event_has_its_own_payload(self):
         if hasattr(self, "store") and not len(self.store._pending):  # to plan is to take in what waits
-            sample = self.store.fetch(self.store.plan(0, len(self.store)))
+            sample = sample_of(self.store, 0, len(self.store))
             assert len(sample) == len(self.store), "a row was written over"
             expect_payload(self.schema, sample)
 
-    def _hold(self) -> None:
+    def _hold(self):
         self.number += 1
         self.pending: tuple[CapturedStore, Moment] | None = (
             self.store.begin_snapshot(self.number),
@@ -381,7 +378,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         self.model.taken_in = set(self.model.added)
 
-    def _finish(self, *, written: bool, keep: int) -> None:
+    def _finish(self, *, written, keep):
         if self.pending is None:
             return
         held_, moment = self.pending
@@ -394,7 +391,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.end_snapshot(min(self.checkpoints, default=None), written=written)
 
 
-def run(schema: Schema, folder: Path, url: str, arrangements: list[str], admission: str, examples: int) -> None:
+def run(schema, folder, url, arrangements, admission, examples):
     with stores(schema, folder, url) as open_:
         run_state_machine_as_test(
             lambda: StoreMachine(schema, open_, arrangements, admission),
@@ -409,22 +406,18 @@ def run(schema: Schema, folder: Path, url: str, arrangements: list[str], admissi
 @pytest.mark.slow
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @each_arrangement
-def test_the_store_is_its_model(
-    schema: Schema, tmp_path: Path, arrangement: str, admission: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_store_is_its_model(schema, tmp_path, arrangement, admission, request):
     url = request.getfixturevalue("shared_redis").url if "redis" in ARRANGEMENTS[arrangement] else ""
     run(schema, tmp_path, url, [arrangement], admission, examples=6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_the_store_is_its_model_when_every_life_has_other_tiers(schema: Schema, tmp_path: Path, admission: str) -> None:
+def test_the_store_is_its_model_when_every_life_has_other_tiers(schema, tmp_path, admission):
     run(schema, tmp_path, "", ["device", "disk", "disk with a small cache"], admission, examples=10)
 
 
 @pytest.mark.services
-def test_the_store_is_its_model_when_every_life_has_other_tiers_with_redis(
-    schema: Schema, tmp_path: Path, shared_redis: Any
-) -> None:
+def test_the_store_is_its_model_when_every_life_has_other_tiers_with_redis(schema, tmp_path, shared_redis):
     """Redis cannot be left out in the life after one in which it alone held all."""
     run(schema, tmp_path, shared_redis.url, ["redis", "all"], "class-balanced", examples=6)

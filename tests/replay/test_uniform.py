@@ -1,18 +1,14 @@
 """Uniform over the union of all tiers, whichever tier has a row, and while rows move."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from replay.build import build_store
-from replay.config import ReplaySettings
-from replay.fake import plan_ahead
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.replay.build import build_store
+from anabranch.replay.settings import ReplaySettings
+from anabranch.testing.stores import plan_ahead
 
 SAMPLED, STEPS, COMPARED = 8, 3000, 400
 PARTITIONS = [TopicPartition("events", 0)]
@@ -20,9 +16,7 @@ PARTITIONS = [TopicPartition("events", 0)]
 
 @pytest.mark.services
 @pytest.mark.parametrize("sampling", ["uniform", "recent"])
-def test_each_event_of_all_tiers_is_sampled_as_often(
-    schema: Schema, tmp_path: Path, shared_redis: Any, sampling: str
-) -> None:
+def test_each_event_of_all_tiers_is_sampled_as_often(schema, tmp_path, shared_redis, sampling):
     """By chi-square. Under `recent`, in which all are of one age here, rows that are sampled take the places of others.
 
     An event is in memory, in Redis or on disk, and each tier is read: sample by sample the events that a store in
@@ -44,11 +38,11 @@ def test_each_event_of_all_tiers_is_sampled_as_often(
     counts = np.zeros(2000)
     for step in range(STEPS):
         plan_ahead(memory, step, SAMPLED)
-        offsets = memory.sample(step, SAMPLED).records["offset"]
+        offsets = memory.planner.sample(step, SAMPLED).records["offset"]
         counts[offsets] += 1
         if step < COMPARED:
             plan_ahead(store, step, SAMPLED)
-            sample = store.sample(step, SAMPLED)
+            sample = store.planner.sample(step, SAMPLED)
             assert sample.records["offset"].tolist() == offsets.tolist()
             assert sample.columns["feature.x"][:, 0].tolist() == (offsets % 100).tolist()
     found = counts[memory.event_table.copy()["offset"]]
@@ -57,5 +51,5 @@ def test_each_event_of_all_tiers_is_sampled_as_often(
     # As far beyond its mean as a fair trial is about once in 100,000.
     assert (((found - expected) ** 2 / expected).sum() - free) / np.sqrt(2 * free) < 4.5
     assert all(rows > 0 for rows in store.tiers.stats.read.values()), store.tiers.stats.read
-    assert (store.tiers.demoted > 0) == (sampling == "recent")
+    assert (store.tiers.stats.demoted > 0) == (sampling == "recent")
     store.close()

@@ -4,27 +4,23 @@ import functools
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
-from torch import Tensor
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import ModelSettings
-from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
-from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
-from serving.config import ServingSettings
-from serving.model.deployment import Deployment
-from serving.reporting.report import ServingReport, read_report
-from serving.server import serve
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.state_dir.trained_through import NewlyTrained, PartitionProgress
+from anabranch.learner.versions.format import Manifest, ModelReference, Verdict
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.reporting.report import read_report
+from anabranch.serving.server import serve
+from anabranch.serving.settings import ServingSettings
 from tests.support import waiting
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -307,7 +303,7 @@ SCHEMAS = {
 }
 
 
-def wait_until(holds: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> Any:
+def wait_until(holds, seconds=PATIENCE_SECONDS):
     """Return the first true value of `holds`, which is asked until then."""
     return waiting.wait_until(holds, patience=seconds)
 
@@ -319,18 +315,10 @@ class Publisher:
     deployment: Deployment
 
     @property
-    def versions(self) -> Versions:
+    def versions(self):
         return self.deployment.versions
 
-    def publish(
-        self,
-        number: int,
-        weights: Mapping[str, Tensor] | None = None,
-        offsets: Mapping[str, int] | None = None,
-        verdict: str = "inconclusive",
-        reasons: Sequence[str] = (),
-        **changes: Any,
-    ) -> Path:
+    def publish(self, number, weights=None, offsets=None, verdict="inconclusive", reasons=(), **changes):
         """Write a version; by default a `Number` that answers its own number and has learned `10 * number`."""
         offsets = offsets if offsets is not None else {"events:0": 10 * number}
         incarnation = changes.pop("incarnation", 0)
@@ -358,7 +346,7 @@ class Publisher:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _certificates_are_read_once() -> Iterator[None]:
+def _certificates_are_read_once():
     """Each client of httpx reads all root certificates, also one of plain HTTP: 34 ms of CPU a request."""
     with pytest.MonkeyPatch.context() as patch:
         module = httpx._transports.default  # type: ignore[attr-defined]
@@ -367,7 +355,7 @@ def _certificates_are_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _clients_are_patient() -> Iterator[None]:
+def _clients_are_patient():
     """Let requests without a `timeout` wait for more than httpx's five seconds: a machine may be busy."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("connect", "read", "write", "pool"):
@@ -376,7 +364,7 @@ def _clients_are_patient() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     """A folder with the module `MODULE`."""
     folder = tmp_path_factory.mktemp("models")
     (folder / f"{MODULE}.py").write_text(MODELS)
@@ -384,10 +372,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def deploy_in(models: Path) -> Callable[[str, Path], Publisher]:
+def deploy_in(models):
     """Make a deployment of one of the models above, with its state in a folder."""
 
-    def make(factory: str, folder: Path) -> Publisher:
+    def make(factory, folder):
         settings = SchemaSettings.model_validate(SCHEMAS[factory])
         task = "multilabel" if settings.label.multi else "classification" if settings.label.classes else "regression"
         model = ModelSettings(factory=f"{MODULE}:{factory}", task=task)
@@ -397,16 +385,16 @@ def deploy_in(models: Path) -> Callable[[str, Path], Publisher]:
 
 
 @pytest.fixture
-def deploy(deploy_in: Callable[[str, Path], Publisher], tmp_path: Path) -> Callable[..., Publisher]:
+def deploy(deploy_in, tmp_path):
     """Make a deployment of one of the models above, in a separate state directory."""
     return lambda factory: deploy_in(factory, tmp_path)
 
 
 @pytest.fixture
-def pipeline(models: Path, tmp_path: Path) -> Callable[..., Path]:
+def pipeline(models, tmp_path):
     """Write a pipeline of one of the models that take `x` and answer a number, and return the path of its config."""
 
-    def write(port: int = 0, more: str = "", factory: str = "number") -> Path:
+    def write(port=0, more="", factory="number"):
         shutil.copy(models / f"{MODULE}.py", tmp_path)
         path = tmp_path / "pipeline.toml"
         path.write_text(PIPELINE.format(module=MODULE, factory=factory, port=port) + more)
@@ -416,7 +404,7 @@ def pipeline(models: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def numbers(deploy: Callable[..., Publisher]) -> Publisher:
+def numbers(deploy):
     """A deployment whose versions answer their own number."""
     return deploy("number")
 
@@ -429,45 +417,45 @@ class Running:
     deployment: Deployment
 
     @property
-    def infer(self) -> str:
+    def infer(self):
         return f"{self.url}/v2/models/tiny/infer"
 
     @property
-    def address(self) -> str:
+    def address(self):
         return self.url.partition("://")[2]
 
-    def report(self) -> ServingReport:
+    def report(self):
         report = read_report(self.deployment.state_dir)
         assert report is not None
         return report
 
 
 @pytest.fixture(autouse=True)
-def _frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def _frequent_reports(monkeypatch):
     """Let servers in this process write a report with each poll: tests wait for the next one."""
-    monkeypatch.setattr("serving.server.REPORT_EVERY", timedelta(milliseconds=50))
+    monkeypatch.setattr("anabranch.serving.server.REPORT_EVERY", timedelta(milliseconds=50))
 
 
 @pytest.fixture
-def eventually() -> Callable[..., Any]:
+def eventually():
     """Ask a callable until it returns something true, and return that."""
     return wait_until
 
 
 @pytest.fixture
-def served() -> Callable[..., Any]:
+def served():
     """Serve a deployment on a free port: `with served(publisher, **settings) as running`."""
     return serve_it
 
 
 @pytest.fixture
-def body_of() -> Callable[..., dict[str, Any]]:
+def body_of():
     """Make a JSON request of so many rows for the models that take `x`."""
     return make_body
 
 
 @contextmanager
-def serve_it(publisher: Publisher, ready: bool = True, **settings: Any) -> Iterator[Running]:
+def serve_it(publisher, ready=True, **settings):
     """Serve a deployment on a free port, until it is ready if asked; whatever ends it is raised.
 
     A request may take a minute, not ten seconds, unless the settings say otherwise: a machine may be busy.
@@ -476,7 +464,7 @@ def serve_it(publisher: Publisher, ready: bool = True, **settings: Any) -> Itera
     errors: list[BaseException] = []
     deployment = publisher.deployment
 
-    def target() -> None:
+    def target():
         try:
             serve(deployment, ServingSettings.model_validate({"port": 0, "timeout": "60s", **settings}), stop)
         except BaseException as exc:  # noqa: BLE001 - raised again by the test's thread
@@ -498,6 +486,6 @@ def serve_it(publisher: Publisher, ready: bool = True, **settings: Any) -> Itera
         raise errors[0]
 
 
-def make_body(rows: int, **members: Any) -> dict[str, Any]:
+def make_body(rows, **members):
     data = [1.0] * (4 * rows)
     return {"inputs": [{"name": "x", "shape": [rows, 4], "datatype": "FP32", "data": data}], **members}

@@ -18,37 +18,35 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from anabranch.core.object_store.bucket import Bucket
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.rollout import FleetRollout, RolloutFile
-from learner.object_storage.servers import FleetServer, read_servers, write_server
-from learner.state_dir.report import (
+from anabranch.learner.device.reading import DeviceReport
+from anabranch.learner.object_storage.fleet import FleetRollout, FleetServer, RolloutFile, read_servers, write_server
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.state_dir.undo_file import UndoReport
+from anabranch.learner.status.report import (
     BackfillReport,
     DeviceHealthReport,
-    DeviceReport,
     LabelReport,
     LearnerReport,
     PartitionReport,
     write_report,
 )
-from learner.state_dir.undo_file import UndoReport
-from serving.config import ServingSettings
-from serving.dashboard.status import SERIES
-from serving.fleet import overview
-from serving.rollout.commands import COMMANDS
+from anabranch.serving.dashboard.status import SERIES
+from anabranch.serving.fleet import overview
+from anabranch.serving.rollout.commands import COMMANDS
+from anabranch.serving.settings import ServingSettings
 
 Served = Callable[..., Any]
 
 TOKENS = {"read": "lesen", "admin": "verwalten"}
 
 
-def learner_report(**changes: Any) -> LearnerReport:
+def learner_report(**changes):
     members: dict[str, Any] = {"pid": 1, "generation": 1, "started": time.time() - 60, "time": time.time(), "steps": 7}
     return LearnerReport(**members | changes)
 
 
 @pytest.mark.slow
-def test_the_page_is_one_file_under_a_policy_that_lets_in_nothing_else(numbers: Any, served: Served) -> None:
+def test_the_page_is_one_file_under_a_policy_that_lets_in_nothing_else(numbers, served):
     with served(numbers, ready=False) as server:
         page = httpx.get(server.url + "/")
         assert page.status_code == 200
@@ -69,7 +67,7 @@ def test_the_page_is_one_file_under_a_policy_that_lets_in_nothing_else(numbers: 
 
 
 @pytest.mark.slow
-def test_the_page_needs_no_token_and_its_figures_do(numbers: Any, served: Served) -> None:
+def test_the_page_needs_no_token_and_its_figures_do(numbers, served):
     with served(numbers, ready=False, tokens=TOKENS) as server:
         assert httpx.get(server.url + "/").status_code == 200
         for path in ("/api/status", "/api/history"):
@@ -78,9 +76,7 @@ def test_the_page_needs_no_token_and_its_figures_do(numbers: Any, served: Served
 
 
 @pytest.mark.slow
-def test_status_lists_the_versions_with_what_became_of_them(
-    numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_status_lists_the_versions_with_what_became_of_them(numbers, served, eventually, tmp_path):
     numbers.publish(1)
     with served(numbers) as server:
         numbers.publish(2)
@@ -115,14 +111,12 @@ def test_status_lists_the_versions_with_what_became_of_them(
 
 
 @pytest.mark.slow
-def test_status_names_what_was_pinned_and_what_was_rolled_back(
-    numbers: Any, served: Served, eventually: Callable[..., Any]
-) -> None:
+def test_status_names_what_was_pinned_and_what_was_rolled_back(numbers, served, eventually):
     for number in (1, 2):
         numbers.publish(number)
     numbers.publish(3, verdict="fail", reasons=["worse on old events"])
 
-    def fates() -> dict[int, tuple[str, str | None]]:
+    def fates():
         versions = httpx.get(server.url + "/api/status").json()["versions"]
         return {version["number"]: (version["fate"], version["reason"]) for version in versions}
 
@@ -135,16 +129,14 @@ def test_status_names_what_was_pinned_and_what_was_rolled_back(
 
 
 @pytest.mark.slow
-def test_history_begins_with_the_server_and_returns_only_new_points(
-    numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Any
-) -> None:
+def test_history_begins_with_the_server_and_returns_only_new_points(numbers, served, eventually, tmp_path):
     numbers.publish(1)
     (tmp_path / "baseline").mkdir()
     write_report(numbers.deployment.state_dir, learner_report(accuracy={"now": 0.5}, rates={"steps": 2.0}))
     write_report(tmp_path / "baseline", learner_report(accuracy={"old": 0.25}))
     with served(numbers, baseline=str(tmp_path / "baseline")) as server:
 
-        def history(**params: int) -> Any:
+        def history(**params):
             return httpx.get(server.url + "/api/history", params=params).json()
 
         points = eventually(lambda: (found := history()) and len(found["time"]) > 1 and found)
@@ -163,25 +155,23 @@ def test_history_begins_with_the_server_and_returns_only_new_points(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("query", ["step=7", "since=nan", "since=-1", "step=x", "since=1e9"])
-def test_a_wrong_question_to_the_history_is_a_400(numbers: Any, served: Served, query: str) -> None:
+def test_a_wrong_question_to_the_history_is_a_400(numbers, served, query):
     with served(numbers, ready=False) as server:
         response = httpx.get(f"{server.url}/api/history?{query}")
         assert response.status_code == 400
         assert "step one of (1, 10, 120)" in response.json()["error"]
 
 
-def sentence(page: Any) -> str:
+def sentence(page):
     said: str = page.text_content("#sentence")
     return said
 
 
-def await_sentence(page: Any, start: str) -> None:
+def await_sentence(page, start):
     page.wait_for_function("s => document.getElementById('sentence').textContent.startsWith(s)", arg=start)
 
 
-def test_in_a_browser_a_start_an_unhealthy_part_and_a_lost_server_are_shown(
-    browser: Any, numbers: Any, served: Served
-) -> None:
+def test_in_a_browser_a_start_an_unhealthy_part_and_a_lost_server_are_shown(browser, numbers, served):
     page = browser.new_page()
     with served(numbers, ready=False) as server:
         page.goto(server.url)
@@ -204,9 +194,7 @@ def test_in_a_browser_a_start_an_unhealthy_part_and_a_lost_server_are_shown(
     page.close()
 
 
-def test_in_a_browser_the_token_is_asked_for_and_kept_for_the_tab_alone(
-    browser: Any, numbers: Any, served: Served
-) -> None:
+def test_in_a_browser_the_token_is_asked_for_and_kept_for_the_tab_alone(browser, numbers, served):
     numbers.publish(1)
     write_report(numbers.deployment.state_dir, learner_report())
     with served(numbers, tokens=TOKENS) as server:
@@ -227,7 +215,7 @@ def test_in_a_browser_the_token_is_asked_for_and_kept_for_the_tab_alone(
         page.close()
 
 
-def test_in_a_browser_the_head_has_the_links_of_the_settings(browser: Any, numbers: Any, served: Served) -> None:
+def test_in_a_browser_the_head_has_the_links_of_the_settings(browser, numbers, served):
     links = {"Docs": "https://docs.example.com/", "<b>Grafana": "http://localhost:3000/d/a?b=1&c='"}
     with served(numbers, ready=False, links=links) as server:
         assert httpx.get(server.url + "/api/status").json()["links"] == links
@@ -240,12 +228,12 @@ def test_in_a_browser_the_head_has_the_links_of_the_settings(browser: Any, numbe
 
 
 @pytest.mark.parametrize("address", ["javascript:alert(1)", "data:text/html,x", "//example.com", "https://a b", ""])
-def test_a_link_is_an_address_of_the_web(address: str) -> None:
+def test_a_link_is_an_address_of_the_web(address):
     with pytest.raises(ValidationError, match="must begin with http"):
         ServingSettings.model_validate({"links": {"Docs": address}})
 
 
-def test_in_a_browser_regression_shows_the_error(browser: Any, numbers: Any, served: Served) -> None:
+def test_in_a_browser_regression_shows_the_error(browser, numbers, served):
     numbers.publish(1)
     write_report(numbers.deployment.state_dir, learner_report(error={"now": 3.25, "old": 4.5}))
     with served(numbers) as server:
@@ -258,13 +246,11 @@ def test_in_a_browser_regression_shows_the_error(browser: Any, numbers: Any, ser
         page.close()
 
 
-def test_in_a_browser_the_shadow_is_shown_while_there_is_a_candidate(
-    browser: Any, numbers: Any, served: Served, body_of: Any
-) -> None:
+def test_in_a_browser_the_shadow_is_shown_while_there_is_a_candidate(browser, numbers, served, body_of):
     numbers.publish(1)
     write_report(numbers.deployment.state_dir, learner_report(error={"now": 3.25, "old": 4.5}))
 
-    def await_shadow(words: str | None) -> None:
+    def await_shadow(words):
         shadow = "[...document.querySelectorAll('#parts dt')].find(dt => dt.textContent === 'Shadow')?.nextSibling"
         page.wait_for_function(f"words => ({shadow}?.textContent ?? null) === words", arg=words)
 
@@ -286,7 +272,7 @@ def test_in_a_browser_the_shadow_is_shown_while_there_is_a_candidate(
 HOSTILE = '<img src=x onerror="window.hurt=1"></script><script>window.hurt=1</script>\'"`${hurt=1}&lt;'
 
 
-def test_in_a_browser_hostile_names_and_sentences_are_words(browser: Any, numbers: Any, served: Served) -> None:
+def test_in_a_browser_hostile_names_and_sentences_are_words(browser, numbers, served):
     numbers.publish(1)
     torn = numbers.publish(2) / "manifest.json"
     torn.write_text(HOSTILE)
@@ -322,9 +308,7 @@ def test_in_a_browser_hostile_names_and_sentences_are_words(browser: Any, number
         page.close()
 
 
-def test_in_a_browser_the_figures_of_a_silent_learner_are_not_those_of_now(
-    browser: Any, numbers: Any, served: Served
-) -> None:
+def test_in_a_browser_the_figures_of_a_silent_learner_are_not_those_of_now(browser, numbers, served):
     numbers.publish(1)
     rates = {"rows_new": 300.0, "rows_replay": 900.0, "steps": 10.0}
     write_report(numbers.deployment.state_dir, learner_report(time=time.time() - 40, rates=rates))
@@ -337,7 +321,7 @@ def test_in_a_browser_the_figures_of_a_silent_learner_are_not_those_of_now(
         page.close()
 
 
-def test_in_a_browser_lag_that_is_old_is_not_that_of_now(browser: Any, numbers: Any, served: Served) -> None:
+def test_in_a_browser_lag_that_is_old_is_not_that_of_now(browser, numbers, served):
     numbers.publish(1)
     partition = PartitionReport(start=0, end=9, finished=9, passed=0, gaps=0, removed=0, pending=0, trained_through=8)
     report = learner_report(partitions={"events:0": partition}, lag_age_seconds=64.0)
@@ -351,7 +335,7 @@ def test_in_a_browser_lag_that_is_old_is_not_that_of_now(browser: Any, numbers: 
         page.close()
 
 
-def with_fleet(numbers: Any, bucket: Path) -> Any:
+def with_fleet(numbers, bucket):
     """A deployment whose object store has the reports of three servers."""
     storage = StorageSettings(url=f"file://{bucket}")
     figures: dict[str, dict[str, Any]] = {
@@ -368,9 +352,9 @@ def with_fleet(numbers: Any, bucket: Path) -> Any:
 
 @pytest.mark.slow
 def test_status_has_the_servers_of_the_fleet_and_says_when_they_cannot_be_read(
-    numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("serving.fleet.overview.REPORT_EVERY", timedelta(0))
+    numbers, served, eventually, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("anabranch.serving.fleet.overview.REPORT_EVERY", timedelta(0))
     with served(with_fleet(numbers, tmp_path / "bucket"), ready=False) as server:
         fleet = eventually(lambda: httpx.get(server.url + "/api/status").json()["fleet"])
         assert [(each["id"], each["version"], each["silent"]) for each in fleet["servers"]] == [
@@ -385,13 +369,11 @@ def test_status_has_the_servers_of_the_fleet_and_says_when_they_cannot_be_read(
         assert problem.startswith("the servers of the fleet cannot be read: ")
 
 
-def test_no_server_is_silent_because_reading_the_reports_of_all_takes_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_server_is_silent_because_reading_the_reports_of_all_takes_long(tmp_path, monkeypatch):
     storage, now = StorageSettings(url=f"file://{tmp_path}/bucket"), [1000.0]
     write_server(storage.bucket, FleetServer(id="a", beat=1, time=999.0, address="", ready=True))
 
-    def read_slowly(bucket: Bucket) -> list[FleetServer]:
+    def read_slowly(bucket):
         now[0] += 60
         return read_servers(bucket)
 
@@ -401,9 +383,7 @@ def test_no_server_is_silent_because_reading_the_reports_of_all_takes_long(
     assert [fleet.is_silent(each) for each in fleet.servers] == [False]
 
 
-def test_in_a_browser_the_servers_of_a_fleet_have_their_versions(
-    browser: Any, numbers: Any, served: Served, tmp_path: Path
-) -> None:
+def test_in_a_browser_the_servers_of_a_fleet_have_their_versions(browser, numbers, served, tmp_path):
     numbers.publish(1)
     write_report(numbers.deployment.state_dir, learner_report())
     with served(with_fleet(numbers, tmp_path / "bucket")) as server:
@@ -423,7 +403,7 @@ def test_in_a_browser_the_servers_of_a_fleet_have_their_versions(
         page.close()
 
 
-def test_in_a_browser_the_history_is_shown_until_its_end(browser: Any, numbers: Any, served: Served) -> None:
+def test_in_a_browser_the_history_is_shown_until_its_end(browser, numbers, served):
     numbers.publish(1)
     backfill = BackfillReport(
         topics=["history", "history.2"],
@@ -455,17 +435,20 @@ def test_in_a_browser_the_history_is_shown_until_its_end(browser: Any, numbers: 
         width = "e => e.firstElementChild.getBoundingClientRect().width / e.getBoundingClientRect().width"
         assert bar.evaluate(width) == pytest.approx(0.43, abs=0.01)
         assert page.locator("#partitions tbody th").all_text_contents() == ["events:0"]
+        assert page.text_content("[data-figure=partitions]") == "1 partition"
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         done = msgspec.structs.replace(backfill, rows_read=10_000_000, files_read=1000, done=True)
         write_report(numbers.deployment.state_dir, learner_report(backfill=done, partitions=partitions))
         page.wait_for_selector("#backfill", state="hidden")
         assert "History10,000,000 rows of 1,000 files were read" in page.text_content("#training")
+        write_report(
+            numbers.deployment.state_dir, learner_report(backfill=msgspec.structs.replace(done, files=1, files_read=1))
+        )
+        page.locator("#training", has_text="10,000,000 rows of 1 file were read").wait_for()
         page.close()
 
 
-def test_in_a_browser_a_cache_is_not_counted_twice_and_two_hundred_partitions_fit_the_page(
-    browser: Any, numbers: Any, served: Served
-) -> None:
+def test_in_a_browser_a_cache_is_not_counted_twice_and_two_hundred_partitions_fit_the_page(browser, numbers, served):
     numbers.publish(1)
     partitions = {
         f"events:{number}": PartitionReport(
@@ -499,7 +482,7 @@ def test_in_a_browser_a_cache_is_not_counted_twice_and_two_hundred_partitions_fi
         page.close()
 
 
-def test_in_a_browser_a_clock_that_is_set_back_begins_new_lines(browser: Any, numbers: Any, served: Served) -> None:
+def test_in_a_browser_a_clock_that_is_set_back_begins_new_lines(browser, numbers, served):
     numbers.publish(1)
     write_report(numbers.deployment.state_dir, learner_report())
     with served(numbers) as server:
@@ -514,7 +497,7 @@ def test_in_a_browser_a_clock_that_is_set_back_begins_new_lines(browser: Any, nu
         page.close()
 
 
-def test_in_a_browser_the_theme_is_remembered(browser: Any, numbers: Any, served: Served) -> None:
+def test_in_a_browser_the_theme_is_remembered(browser, numbers, served):
     numbers.publish(1)
     write_report(numbers.deployment.state_dir, learner_report())
     with served(numbers) as server:
@@ -533,18 +516,18 @@ def test_in_a_browser_the_theme_is_remembered(browser: Any, numbers: Any, served
         page.close()
 
 
-def act(page: Any, version: int, action: str) -> None:
+def act(page, version, action):
     page.click(f"[data-version='{version}'] [data-action={action}]")
 
 
-def await_fate(page: Any, version: int, fate: str) -> None:
+def await_fate(page, version, fate):
     page.wait_for_function(
         "([number, fate]) => document.querySelector(`[data-version='${number}']`)?.children[5].textContent === fate",
         arg=[version, fate],
     )
 
 
-def test_in_a_browser_versions_are_promoted_pinned_and_rejected(browser: Any, numbers: Any, served: Served) -> None:
+def test_in_a_browser_versions_are_promoted_pinned_and_rejected(browser, numbers, served):
     for number in (1, 2):
         numbers.publish(number)
     numbers.publish(3, verdict="fail", reasons=["worse on old events"])
@@ -575,7 +558,7 @@ def test_in_a_browser_versions_are_promoted_pinned_and_rejected(browser: Any, nu
         page.close()
 
 
-def test_every_action_of_the_page_is_an_order_of_the_server(browser: Any, numbers: Any, served: Served) -> None:
+def test_every_action_of_the_page_is_an_order_of_the_server(browser, numbers, served):
     with served(numbers, ready=False) as server:
         page = browser.new_page()
         page.goto(server.url)
@@ -583,9 +566,7 @@ def test_every_action_of_the_page_is_an_order_of_the_server(browser: Any, number
         page.close()
 
 
-def test_in_a_browser_the_admin_token_is_asked_for_once_and_stored_nowhere(
-    browser: Any, numbers: Any, served: Served
-) -> None:
+def test_in_a_browser_the_admin_token_is_asked_for_once_and_stored_nowhere(browser, numbers, served):
     for number in (1, 2):
         numbers.publish(number)
     write_report(numbers.deployment.state_dir, learner_report())
@@ -618,9 +599,7 @@ def test_in_a_browser_the_admin_token_is_asked_for_once_and_stored_nowhere(
         page.close()
 
 
-def test_in_a_browser_terms_and_verdicts_are_explained_on_hover_and_on_focus(
-    browser: Any, numbers: Any, served: Served
-) -> None:
+def test_in_a_browser_terms_and_verdicts_are_explained_on_hover_and_on_focus(browser, numbers, served):
     numbers.publish(1)
     numbers.publish(2, reasons=["17 of 1000 held-out events, fewer than gate.min_rows"])
     write_report(numbers.deployment.state_dir, learner_report(error={"now": 0.5, "old": 0.25}))
@@ -651,8 +630,8 @@ def test_in_a_browser_terms_and_verdicts_are_explained_on_hover_and_on_focus(
 
 
 def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoomed(
-    browser: Any, numbers: Any, served: Served, eventually: Callable[..., Any]
-) -> None:
+    browser, numbers, served, eventually
+):
     numbers.publish(1)
     state_dir = numbers.deployment.state_dir
     write_report(state_dir, learner_report(error={"now": 96.0, "old": 97.0}, started=1.0))
@@ -683,7 +662,7 @@ def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoom
         page.close()
 
 
-def test_in_a_browser_a_watched_device_has_its_tile(browser: Any, numbers: Any, served: Served) -> None:
+def test_in_a_browser_a_watched_device_has_its_tile(browser, numbers, served):
     numbers.publish(1)
     state_dir = numbers.deployment.state_dir
     devices = [
@@ -715,9 +694,7 @@ def test_in_a_browser_a_watched_device_has_its_tile(browser: Any, numbers: Any, 
         page.close()
 
 
-def test_in_a_browser_series_of_different_meaning_have_their_own_scale_with_its_limits(
-    browser: Any, numbers: Any, served: Served
-) -> None:
+def test_in_a_browser_series_of_different_meaning_have_their_own_scale_with_its_limits(browser, numbers, served):
     numbers.publish(1)
     write_report(numbers.deployment.state_dir, learner_report(rates={"rows_new": 600.0, "rows_replay": 3.0}))
     with served(numbers) as server:
@@ -733,9 +710,7 @@ def test_in_a_browser_series_of_different_meaning_have_their_own_scale_with_its_
         page.close()
 
 
-def test_in_a_browser_late_labels_have_a_line_and_waiting_events_a_row(
-    browser: Any, numbers: Any, served: Served
-) -> None:
+def test_in_a_browser_late_labels_have_a_line_and_waiting_events_a_row(browser, numbers, served):
     numbers.publish(1)
     labels = LabelReport(
         waiting=7,
@@ -757,4 +732,16 @@ def test_in_a_browser_late_labels_have_a_line_and_waiting_events_a_row(
             assert page.text_content(f"[data-outcome={outcome}] td.num") == count
         assert page.query_selector("[data-outcome=label]") is None
         assert "7 events wait, labels take 1 min 0 s, 99 % of them less than 2 h 0 min" in page.text_content("body")
+        page.close()
+
+
+def test_in_a_browser_what_an_extension_reports_has_a_line(browser, numbers, served):
+    numbers.publish(1)
+    own = {"events": {"night": 1970, "day": 30}, "held_bytes": 2_500_000, "busiest_ratio": 0.985}
+    write_report(numbers.deployment.state_dir, learner_report(extensions={"events_by_hour": own}))
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        page.wait_for_selector("text=Events by hour")
+        assert "events night 1,970, day 30; held 2.5 MB; busiest 98.5 %" in page.text_content("body")
         page.close()

@@ -1,32 +1,29 @@
 """Serving's part of a device's memory, and the device that it takes."""
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from anabranch.commands.init import write_example
-from anabranch.config.loader import Config, load_config
+from anabranch.commands.init.command import write_example
+from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from learner.model import device as device_module
-from learner.model import visible_devices
-from serving.__main__ import deployment_of
-from serving.model import deployment as deployment_module
+from anabranch.learner.device import visible_devices
+from anabranch.learner.model import device as device_module
+from anabranch.serving.__main__ import deployment_of
+from anabranch.serving.model import device as serving_device
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+def calls(monkeypatch):
     """What is asked of torch, in order; every device that is asked for exists."""
     made: list[tuple[object, ...]] = []
 
-    def pick(name: str) -> torch.device:
+    def pick(name):
         made.append(("pick", name))
         return torch.device("cuda", 0)
 
-    monkeypatch.setattr(deployment_module, "pick_device", pick)
+    monkeypatch.setattr(serving_device, "pick_device", pick)
     monkeypatch.setattr(
         torch.cuda,
         "set_per_process_memory_fraction",
@@ -35,22 +32,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     return made
 
 
-def config(folder: Path, **environment: str) -> Config:
+def config(folder, **environment):
     write_example(folder, force=True)
     return load_config(folder / "pipeline.toml", environment)
 
 
 @pytest.mark.parametrize(("workers", "part"), [("1", 0.25), ("2", 0.125)])
-def test_each_worker_is_bounded_to_its_part(
-    tmp_path: Path, calls: list[tuple[object, ...]], workers: str, part: float
-) -> None:
+def test_each_worker_is_bounded_to_its_part(tmp_path, calls, workers, part):
     deployment_of(config(tmp_path, ANABRANCH__SERVING__DEVICE="cuda", ANABRANCH__SERVING__WORKERS=workers))
     assert calls == [("pick", "cuda"), ("fraction", part, 0)]
 
 
-def test_a_uuid_is_the_first_device_that_cuda_sees(
-    tmp_path: Path, calls: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_uuid_is_the_first_device_that_cuda_sees(tmp_path, calls, monkeypatch):
     monkeypatch.setattr(visible_devices, "machine_devices", lambda: {"GPU-aa11": ["MIG-bb22"]})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa11")
     settings = {"ANABRANCH__SERVING__DEVICE": "MIG-bb22", "ANABRANCH__DEVICE_SHARING__POLICY": "exclusive"}
@@ -64,15 +57,15 @@ def test_a_uuid_is_the_first_device_that_cuda_sees(
     assert calls == [("pick", "cuda")]
 
 
-def test_a_gpu_that_auto_cannot_take_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_auto_cannot_take_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(device_module, "driver_fault", lambda: "torch sees no device")
-    monkeypatch.setattr(deployment_module, "pick_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(serving_device, "pick_device", lambda _: torch.device("cpu"))
     problem = deployment_of(config(tmp_path)).device_problem
     assert problem == 'serving.device = "auto" takes the CPU: torch sees no device'
 
 
 @pytest.mark.slow
-def test_that_problem_is_in_the_report(numbers: Any, served: Callable[..., Any]) -> None:
+def test_that_problem_is_in_the_report(numbers, served):
     numbers.deployment = dataclasses.replace(numbers.deployment, device_problem="auto takes the CPU")
     numbers.publish(1)
     with served(numbers) as running:

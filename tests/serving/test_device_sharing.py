@@ -2,22 +2,18 @@
 
 import importlib
 import threading
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import httpx
 import pytest
 
-from learner.device_sharing.lease import Field, Servers
+from anabranch.learner.device.lease import Field, Servers
 
 MODULE = "anabranch_serving_test_models"
 
 
 @pytest.mark.slow
-def test_a_server_marks_a_request_for_as_long_as_it_waits(
-    numbers: Any, served: Callable[..., Any], body_of: Callable[..., Any], eventually: Callable[..., Any]
-) -> None:
+def test_a_server_marks_a_request_for_as_long_as_it_waits(numbers, served, body_of, eventually):
     numbers.publish(1)
     with served(numbers, slo="1ms") as running:
         models = importlib.import_module(MODULE)
@@ -43,9 +39,7 @@ def test_a_server_marks_a_request_for_as_long_as_it_waits(
 
 
 @pytest.mark.slow
-def test_a_request_that_is_refused_leaves_no_mark(
-    numbers: Any, served: Callable[..., Any], body_of: Callable[..., Any]
-) -> None:
+def test_a_request_that_is_refused_leaves_no_mark(numbers, served, body_of):
     numbers.publish(1)
     with served(numbers, max_queue=2) as running:
         seen = Servers(running.deployment.state_dir, timedelta(seconds=60))

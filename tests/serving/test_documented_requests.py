@@ -5,9 +5,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl
 
 
 @pytest.fixture
-def address(deploy: Any, served: Callable[..., Any]) -> Iterator[str]:
+def address(deploy, served):
     publisher = deploy("linear")
     publisher.deployment = dataclasses.replace(publisher.deployment, name="flow")
     weights = {"weight": torch.eye(3, 4), "bias": torch.zeros(3)}
@@ -29,7 +27,7 @@ def address(deploy: Any, served: Callable[..., Any]) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_the_documented_requests_get_the_documented_answers(address: str, tmp_path: Path) -> None:
+def test_the_documented_requests_get_the_documented_answers(address, tmp_path):
     replies = []
     for error, script in SCRIPTS:
         assert "localhost:8000" in script
@@ -53,7 +51,7 @@ def test_the_documented_requests_get_the_documented_answers(address: str, tmp_pa
         assert any(shape(expected) == shape(reply) for reply in replies), expected
 
 
-def shape(document: Any) -> Any:
+def shape(document):
     """What a document says, without the model's numbers."""
     if isinstance(document, dict):
         return {key: shape(value) for key, value in document.items() if key != "data"}

@@ -10,20 +10,22 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-import serving.server
-from serving.config import ServingSettings
-from serving.http.connection import H11Connection
-from serving.http.server import connection_class
-from serving.reporting.report import STOPPED, read_report
-from serving.server import serve
+import anabranch.serving.server
+from anabranch.serving.http.connection import H11Connection
+from anabranch.serving.http.server import connection_class
+from anabranch.serving.reporting.report import STOPPED, read_report
+from anabranch.serving.server import serve
+from anabranch.serving.settings import ServingSettings
 from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
 def reports(monkeypatch):
     """The reports that servers write, as they come."""
-    written, write = [], serving.server.write_report
-    monkeypatch.setattr(serving.server, "write_report", lambda at, each: written.append(each) or write(at, each))
+    written, write = [], anabranch.serving.server.write_report
+    monkeypatch.setattr(
+        anabranch.serving.server, "write_report", lambda at, each: written.append(each) or write(at, each)
+    )
     return written
 
 
@@ -32,7 +34,7 @@ def end_drain(monkeypatch):
     """Moves the clock of servers to the end of `serving.drain`."""
     passed = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], time=time.time)
-    monkeypatch.setattr(serving.server, "time", clock)
+    monkeypatch.setattr(anabranch.serving.server, "time", clock)
     return lambda: passed.append(passed.pop() + 3600)
 
 
@@ -90,7 +92,7 @@ def test_its_report_says_that_it_is_not_ready(reports, draining, end_drain, even
 def test_all_requests_that_a_client_has_sent_at_once_are_answered(
     monkeypatch, numbers, eventually, end_drain, body_of, parser
 ):
-    monkeypatch.setattr("serving.http.server.connection_class", lambda: parser)
+    monkeypatch.setattr("anabranch.serving.http.server.connection_class", lambda: parser)
     with (
         drained(numbers, eventually, end_drain) as client,
         socket.create_connection(("127.0.0.1", client.base_url.port)) as one,

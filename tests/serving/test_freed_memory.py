@@ -8,7 +8,7 @@ import pytest
 
 CODE = """
 import psutil
-from serving.freed_memory import return_freed_memory
+from anabranch.serving.freed_memory import return_freed_memory
 {call}
 process = psutil.Process()
 bytearray(31_000_000)  # from here on glibc would take such blocks from its heap
@@ -24,7 +24,7 @@ print(process.memory_info().rss - before)
 
 @pytest.mark.process
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_the_memory_of_large_bodies_is_returned_to_the_system_while_small_replies_stay() -> None:
+def test_the_memory_of_large_bodies_is_returned_to_the_system_while_small_replies_stay():
     kept = {
         call: int(subprocess.check_output([sys.executable, "-c", CODE.format(call=call)], timeout=60))
         for call in ("", "return_freed_memory()")

@@ -3,15 +3,13 @@
 import contextlib
 import gc
 import json
-from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def no_collections() -> Iterator[None]:
+def no_collections():
     """Collect garbage only where the test does."""
     gc.disable()
     yield
@@ -20,14 +18,12 @@ def no_collections() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_collections")
-def test_requests_leave_no_garbage_whether_they_are_answered_or_refused(
-    numbers: Any, served: Callable[..., Any], body_of: Callable[..., Any]
-) -> None:
+def test_requests_leave_no_garbage_whether_they_are_answered_or_refused(numbers, served, body_of):
     numbers.publish(1)
     bodies = [json.dumps(each) for each in (body_of(1), body_of(2), {"inputs": []}, {"inputs": [{"name": "x"}]})]
     with served(numbers) as server, contextlib.closing(HTTPConnection(server.address)) as client:
 
-        def ask(requests: int) -> set[int]:
+        def ask(requests):
             found = set()
             for number in range(requests):
                 client.request("POST", server.infer.removeprefix(server.url), bodies[number % len(bodies)])
@@ -44,7 +40,7 @@ def test_requests_leave_no_garbage_whether_they_are_answered_or_refused(
 
 
 @pytest.mark.slow
-def test_a_server_collects_less_often_while_it_runs(numbers: Any, served: Callable[..., Any]) -> None:
+def test_a_server_collects_less_often_while_it_runs(numbers, served):
     before = gc.get_threshold()
     numbers.publish(1)
     with served(numbers):

@@ -4,39 +4,36 @@ import asyncio
 import gc
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import ModelSettings
-from learner.device_sharing.lease import hold_server
-from serving.config import ServingSettings
-from serving.errors import RequestError
-from serving.inference.batcher import Batcher
-from serving.metrics import ServingMetrics
-from serving.model.loaded_version import ServedVersion
-from serving.rollout.hot_swap import VersionSwapper
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.device.lease import hold_server
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.serving.errors import RequestError
+from anabranch.serving.inference.batcher import Batcher
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.loaded_version import ServedVersion
+from anabranch.serving.rollout.hot_swap import VersionSwapper
+from anabranch.serving.settings import ServingSettings
 
 REQUEST = {"x": np.zeros((3, 4), np.float32)}
 
 
-def swapper_of(publisher: Any) -> VersionSwapper:
-    def fail(exc: BaseException) -> None:
+def swapper_of(publisher):
+    def fail(exc):
         raise exc
 
     return VersionSwapper(publisher.deployment, 8, ServingMetrics(CollectorRegistry()), lambda: None, fail)
 
 
-def test_a_version_answers_on_a_device_as_on_the_cpu(deploy: Callable[..., Any], cuda: torch.device) -> None:
+def test_a_version_answers_on_a_device_as_on_the_cpu(deploy, cuda):
     answers = []
     publisher = deploy("mixed")
     weights = {
@@ -55,7 +52,7 @@ def test_a_version_answers_on_a_device_as_on_the_cpu(deploy: Callable[..., Any],
         np.testing.assert_allclose(answers[1][name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_a_request_that_holds_a_version_is_answered_by_it_after_swaps(numbers: Any, cuda: torch.device) -> None:
+def test_a_request_that_holds_a_version_is_answered_by_it_after_swaps(numbers, cuda):
     numbers.deployment = replace(numbers.deployment, device=cuda)
     swapper = swapper_of(numbers)
     numbers.publish(1)
@@ -71,9 +68,7 @@ def test_a_request_that_holds_a_version_is_answered_by_it_after_swaps(numbers: A
 
 
 @pytest.mark.slow
-def test_the_server_answers_after_a_batch_for_which_memory_did_not_suffice(
-    numbers: Any, cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_answers_after_a_batch_for_which_memory_did_not_suffice(numbers, cuda, tmp_path, monkeypatch):
     numbers.deployment = replace(numbers.deployment, device=cuda)
     swapper = swapper_of(numbers)
     numbers.publish(1)
@@ -82,14 +77,14 @@ def test_the_server_answers_after_a_batch_for_which_memory_did_not_suffice(
     assert version is not None
     missing = [True]
 
-    def short(self: ServedVersion, features: Any, embed: bool = False) -> dict[str, Any]:
+    def short(self, features, embed=False):
         if missing.pop() if missing else False:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return run(self, features, embed)
 
     bugs: list[BaseException] = []
 
-    async def ask(mark: Any) -> list[Any]:
+    async def ask(mark):
         with Batcher(ServingSettings(), bugs.append, mark) as batcher:
             return [
                 await asyncio.gather(batcher.predict(version, REQUEST, 3), return_exceptions=True) for _ in range(2)
@@ -104,7 +99,7 @@ def test_the_server_answers_after_a_batch_for_which_memory_did_not_suffice(
 
 
 @pytest.mark.gpu
-def test_swaps_take_the_memory_of_two_versions_and_of_no_more(deploy: Callable[..., Any]) -> None:
+def test_swaps_take_the_memory_of_two_versions_and_of_no_more(deploy):
     publisher = deploy("linear")
     publisher.deployment = replace(publisher.deployment, device=torch.device("cuda", 0))
     weights = publisher.deployment.template.module.state_dict()
@@ -118,7 +113,7 @@ def test_swaps_take_the_memory_of_two_versions_and_of_no_more(deploy: Callable[.
 
 
 @pytest.mark.gpu
-def test_requests_are_answered_while_another_stream_keeps_the_device_busy(numbers: Any) -> None:
+def test_requests_are_answered_while_another_stream_keeps_the_device_busy(numbers):
     """With the highest priority, which the swap's thread and the batcher share."""
     device = torch.device("cuda", 0)
     numbers.deployment = replace(numbers.deployment, device=device)
@@ -129,7 +124,7 @@ def test_requests_are_answered_while_another_stream_keeps_the_device_busy(number
     stop = threading.Event()
     start = torch.randn(2048, 2048, device=device)  # no random numbers while a graph is captured
 
-    def train() -> None:
+    def train():
         x = start
         while not stop.is_set():
             for _ in range(8):
@@ -146,9 +141,7 @@ def test_requests_are_answered_while_another_stream_keeps_the_device_busy(number
         thread.join()
 
 
-def test_a_version_is_served_with_its_channels_last_and_answers_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deploy: Callable[..., Any]
-) -> None:
+def test_a_version_is_served_with_its_channels_last_and_answers_alike(tmp_path, monkeypatch, deploy):
     """Weights are loaded into the memory format of the configured model, from a file that does not depend on it."""
     layers = "nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 3)"
     source = f"from torch import nn\n\ndef build():\n    return nn.Sequential({layers})\n"

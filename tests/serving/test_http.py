@@ -8,7 +8,7 @@ import ssl
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,31 +21,31 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import SettingsError
-from learner.errors import ModelError
-from learner.state_dir.report import LearnerReport
-from learner.state_dir.report import write_report as write_learner_report
-from serving.config import ServingSettings
-from serving.http.app import _Infer
-from serving.http.listening_socket import listen
-from serving.http.request_body import BodyReader
-from serving.inference.batcher import Batcher
-from serving.metrics import ServingMetrics
-from serving.model.loaded_version import ServedVersion
-from serving.server import serve
+from anabranch.learner.errors import ModelError
+from anabranch.learner.status.report import LearnerReport
+from anabranch.learner.status.report import write_report as write_learner_report
+from anabranch.serving.http.app import _Infer
+from anabranch.serving.http.listening_socket import listen
+from anabranch.serving.http.request_body import BodyReader
+from anabranch.serving.inference.batcher import Batcher
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.loaded_version import ServedVersion
+from anabranch.serving.server import serve
+from anabranch.serving.settings import ServingSettings
 
 Served = Callable[..., Any]
 Body = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def running(numbers: Any, served: Served) -> Iterator[Any]:
+def running(numbers, served):
     numbers.publish(1)
     with served(numbers) as server:
         yield server
 
 
 @pytest.fixture
-def held(numbers: Any) -> Iterator[Any]:
+def held(numbers):
     """The module of the models; whose `go_on` holds a `Number` inside its run while it is clear."""
     numbers.deployment.check()
     module = sys.modules["anabranch_serving_test_models"]
@@ -55,7 +55,7 @@ def held(numbers: Any) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_the_protocols_routes_answer(running: Any, body_of: Body) -> None:
+def test_the_protocols_routes_answer(running, body_of):
     expected = {
         "/v2": {"name": "anabranch", "extensions": ["binary_tensor_data"]},
         "/v2/health/live": {"live": True},
@@ -88,9 +88,7 @@ def test_the_protocols_routes_answer(running: Any, body_of: Body) -> None:
 
 
 @pytest.mark.slow
-def test_a_prediction_of_several_classes_is_a_bool_for_each(
-    deploy: Callable[..., Any], served: Callable[..., Any], body_of: Body
-) -> None:
+def test_a_prediction_of_several_classes_is_a_bool_for_each(deploy, served, body_of):
     publisher = deploy("tagged")
     weights = {"weight": torch.zeros(3, 4), "bias": torch.tensor([2.0, -2.0, 0.0])}
     publisher.publish(1, weights)
@@ -104,7 +102,7 @@ def test_a_prediction_of_several_classes_is_a_bool_for_each(
 
 
 @pytest.mark.slow
-def test_what_does_not_exist_is_a_404_that_names_what_does(running: Any, body_of: Body) -> None:
+def test_what_does_not_exist_is_a_404_that_names_what_does(running, body_of):
     for path, sentence in {
         "/v2/models/other": "no model 'other'; this server has 'tiny'",
         "/v2/models/other/ready": "no model 'other'",
@@ -124,9 +122,7 @@ def test_what_does_not_exist_is_a_404_that_names_what_does(running: Any, body_of
 
 
 @pytest.mark.slow
-def test_before_the_first_version_the_server_lives_but_is_not_ready(
-    numbers: Any, served: Served, body_of: Body, eventually: Callable[..., Any]
-) -> None:
+def test_before_the_first_version_the_server_lives_but_is_not_ready(numbers, served, body_of, eventually):
     with served(numbers, ready=False) as server:
         assert httpx.get(server.url + "/v2/health/live").status_code == 200
         assert httpx.get(server.url + "/v2/models/tiny").json()["versions"] == []
@@ -145,15 +141,13 @@ def test_before_the_first_version_the_server_lives_but_is_not_ready(
 
 
 @pytest.mark.slow
-def test_a_swap_under_load_fails_no_request_and_each_reply_is_by_one_version(
-    numbers: Any, served: Served, body_of: Body
-) -> None:
+def test_a_swap_under_load_fails_no_request_and_each_reply_is_by_one_version(numbers, served, body_of):
     numbers.publish(1)
     seen: list[tuple[str, list[float], str]] = []
     done = threading.Event()
     last = 12
 
-    def ask(address: str, rows: int) -> None:
+    def ask(address, rows):
         with httpx.Client() as client:
             while not done.is_set():
                 response = client.post(address, json=body_of(rows))
@@ -181,10 +175,8 @@ def test_a_swap_under_load_fails_no_request_and_each_reply_is_by_one_version(
 
 
 @pytest.mark.slow
-def test_thirty_swaps_under_load_fail_nothing_and_leave_nothing_behind(
-    numbers: Any, served: Served, body_of: Body, eventually: Callable[..., Any]
-) -> None:
-    def alive() -> list[ServedVersion]:
+def test_thirty_swaps_under_load_fail_nothing_and_leave_nothing_behind(numbers, served, body_of, eventually):
+    def alive():
         gc.collect()
         return [each for each in gc.get_objects() if type(each) is ServedVersion]
 
@@ -193,7 +185,7 @@ def test_thirty_swaps_under_load_fail_nothing_and_leave_nothing_behind(
     done = threading.Event()
     numbers.publish(1)
 
-    def ask(address: str) -> int:
+    def ask(address):
         answered = 0
         with httpx.Client() as client:
             while not done.is_set():
@@ -219,9 +211,7 @@ def test_thirty_swaps_under_load_fail_nothing_and_leave_nothing_behind(
 
 
 @pytest.mark.slow
-def test_min_trained_through_waits_for_a_version_that_has_learned_so_far(
-    numbers: Any, running: Any, body_of: Body
-) -> None:
+def test_min_trained_through_waits_for_a_version_that_has_learned_so_far(numbers, running, body_of):
     body = body_of(1, parameters={"min_trained_through": "events:0=11", "timeout_ms": 20_000})
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(httpx.post, running.infer, json=body, timeout=30)
@@ -233,7 +223,7 @@ def test_min_trained_through_waits_for_a_version_that_has_learned_so_far(
 
 
 @pytest.mark.slow
-def test_a_topic_that_is_not_learned_is_a_400_at_once(running: Any, body_of: Body) -> None:
+def test_a_topic_that_is_not_learned_is_a_400_at_once(running, body_of):
     response = httpx.post(running.infer, json=body_of(1, parameters={"min_trained_through": "other:0=1"}))
     assert response.status_code == 400
     assert "other:0 is of no topic that is learned (events)" in response.json()["error"]
@@ -241,7 +231,7 @@ def test_a_topic_that_is_not_learned_is_a_400_at_once(running: Any, body_of: Bod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("through", ["events:0=11", "events:1=0", "events:0=10,events:1=0"])
-def test_min_trained_through_is_a_504_when_the_time_is_over(running: Any, body_of: Body, through: str) -> None:
+def test_min_trained_through_is_a_504_when_the_time_is_over(running, body_of, through):
     for timeout_ms in (0, 30):
         body = body_of(1, parameters={"min_trained_through": through, "timeout_ms": timeout_ms})
         response = httpx.post(running.infer, json=body)
@@ -252,7 +242,7 @@ def test_min_trained_through_is_a_504_when_the_time_is_over(running: Any, body_o
 
 
 @pytest.mark.slow
-def test_a_timeout_of_any_size_is_bounded_by_the_servers(numbers: Any, served: Served, body_of: Body) -> None:
+def test_a_timeout_of_any_size_is_bounded_by_the_servers(numbers, served, body_of):
     numbers.publish(1)
     with served(numbers, timeout="100ms") as server:
         for timeout_ms in (10**400, 1e300, 1e9):
@@ -263,7 +253,7 @@ def test_a_timeout_of_any_size_is_bounded_by_the_servers(numbers: Any, served: S
 
 
 @pytest.mark.slow
-def test_a_request_that_takes_too_long_is_a_504(numbers: Any, served: Served, body_of: Body, held: Any) -> None:
+def test_a_request_that_takes_too_long_is_a_504(numbers, served, body_of, held):
     numbers.publish(1)
     with served(numbers, timeout="200ms") as server:
         held.go_on.clear()
@@ -275,9 +265,7 @@ def test_a_request_that_takes_too_long_is_a_504(numbers: Any, served: Served, bo
 
 
 @pytest.mark.slow
-def test_overload_is_a_429_with_retry_after(
-    numbers: Any, served: Served, body_of: Body, held: Any, eventually: Callable[..., Any]
-) -> None:
+def test_overload_is_a_429_with_retry_after(numbers, served, body_of, held, eventually):
     numbers.publish(1)
     with served(numbers, max_queue=4, max_delay="0ms") as server, ThreadPoolExecutor(8) as pool:
         held.running.clear()
@@ -297,9 +285,7 @@ def test_overload_is_a_429_with_retry_after(
 
 
 @pytest.mark.slow
-def test_a_client_that_disconnects_is_removed_from_the_queue(
-    numbers: Any, served: Served, body_of: Body, held: Any, eventually: Callable[..., Any]
-) -> None:
+def test_a_client_that_disconnects_is_removed_from_the_queue(numbers, served, body_of, held, eventually):
     numbers.publish(1)
     with served(numbers, max_queue=4, max_delay="0ms") as server, ThreadPoolExecutor(2) as pool:
         held.running.clear()
@@ -316,10 +302,10 @@ def test_a_client_that_disconnects_is_removed_from_the_queue(
 
 
 @pytest.mark.slow
-def test_a_body_that_is_too_long_is_a_413_with_and_without_a_content_length(numbers: Any, served: Served) -> None:
+def test_a_body_that_is_too_long_is_a_413_with_and_without_a_content_length(numbers, served):
     numbers.publish(1)
 
-    def chunks() -> Iterator[bytes]:
+    def chunks():
         for _ in range(64):
             yield b" " * 65536
 
@@ -332,7 +318,7 @@ def test_a_body_that_is_too_long_is_a_413_with_and_without_a_content_length(numb
         assert asyncio.run(exchange(server.address, declared)).startswith(b"HTTP/1.1 413 ")
 
 
-async def exchange(address: str, request: bytes) -> bytes:
+async def exchange(address, request):
     """Send bytes as they are and return the beginning of the answer."""
     host, _, port = address.partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -346,7 +332,7 @@ async def exchange(address: str, request: bytes) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ready", [True, False])
-def test_probes_may_ask_with_head(deploy: Any, served: Served, ready: bool) -> None:
+def test_probes_may_ask_with_head(deploy, served, ready):
     publisher = deploy("number")
     if ready:
         publisher.publish(7)
@@ -359,9 +345,7 @@ def test_probes_may_ask_with_head(deploy: Any, served: Served, ready: bool) -> N
 
 
 @pytest.mark.slow
-def test_an_input_that_breaks_the_model_is_a_400_and_affects_no_other(
-    deploy: Any, served: Served, body_of: Body
-) -> None:
+def test_an_input_that_breaks_the_model_is_a_400_and_affects_no_other(deploy, served, body_of):
     publisher = deploy("touchy")
     publisher.publish(1, weights={"scale": torch.ones(())})
     with served(publisher) as server:
@@ -376,9 +360,7 @@ def test_an_input_that_breaks_the_model_is_a_400_and_affects_no_other(
 
 
 @pytest.mark.slow
-def test_an_input_on_which_the_model_exits_is_a_400_and_affects_no_other(
-    deploy: Any, served: Served, body_of: Body
-) -> None:
+def test_an_input_on_which_the_model_exits_is_a_400_and_affects_no_other(deploy, served, body_of):
     publisher = deploy("quitting")
     publisher.publish(7)
     with served(publisher) as server:
@@ -390,11 +372,11 @@ def test_an_input_on_which_the_model_exits_is_a_400_and_affects_no_other(
 
 
 @pytest.mark.slow
-def test_the_batcher_can_distinguish_connections(running: Any, body_of: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batcher_can_distinguish_connections(running, body_of, monkeypatch):
     peers: list[Any] = []
     predict = Batcher.predict
 
-    async def recorded(*args: Any) -> Any:
+    async def recorded(*args):
         peers.append(args[-1])
         return await predict(*args)
 
@@ -406,7 +388,7 @@ def test_the_batcher_can_distinguish_connections(running: Any, body_of: Body, mo
 
 
 @pytest.fixture
-def fuzzed(running: Any) -> Iterator[Any]:
+def fuzzed(running):
     with httpx.Client() as client:
         yield lambda content, headers: client.post(running.infer, content=content, headers=headers)
 
@@ -414,7 +396,7 @@ def fuzzed(running: Any) -> Iterator[Any]:
 @pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.none() | st.text("0123456789-+x", max_size=5) | st.integers(0, 400).map(str))
-def test_arbitrary_bodies_are_never_a_5xx(fuzzed: Any, content: bytes, header_length: str | None) -> None:
+def test_arbitrary_bodies_are_never_a_5xx(fuzzed, content, header_length):
     headers = {} if header_length is None else {"Inference-Header-Content-Length": header_length}
     response = fuzzed(content, headers)
     assert 400 <= response.status_code < 500 or (header_length == "0" and response.status_code == 200)
@@ -423,12 +405,12 @@ def test_arbitrary_bodies_are_never_a_5xx(fuzzed: Any, content: bytes, header_le
 
 
 @pytest.mark.slow
-def test_a_compressed_body_is_refused(running: Any) -> None:
+def test_a_compressed_body_is_refused(running):
     assert httpx.post(running.infer, content=b"x", headers={"Content-Encoding": "gzip"}).status_code == 415
 
 
 @pytest.mark.slow
-def test_binary_tensors_over_http(running: Any) -> None:
+def test_binary_tensors_over_http(running):
     x = np.ones((2, 4), "<f4").tobytes()
     header = json.dumps(
         {
@@ -449,7 +431,7 @@ def test_binary_tensors_over_http(running: Any) -> None:
 
 
 @pytest.mark.slow
-def test_status_contains_learner_and_serving(running: Any, body_of: Body, eventually: Callable[..., Any]) -> None:
+def test_status_contains_learner_and_serving(running, body_of, eventually):
     httpx.post(running.infer, json=body_of(1))
     httpx.post(running.infer, content=b"?")
     eventually(lambda: running.report().swaps)  # which are counted after the version is there
@@ -469,7 +451,7 @@ def test_status_contains_learner_and_serving(running: Any, body_of: Body, eventu
 
 
 @pytest.mark.slow
-def test_the_last_report_is_not_ready(numbers: Any, served: Served) -> None:
+def test_the_last_report_is_not_ready(numbers, served):
     numbers.publish(1)
     with served(numbers) as server:
         assert server.report().ready
@@ -477,7 +459,7 @@ def test_the_last_report_is_not_ready(numbers: Any, served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_metrics_have_the_promised_names(running: Any, body_of: Body) -> None:
+def test_metrics_have_the_promised_names(running, body_of):
     httpx.post(running.infer, json=body_of(1))
     text = httpx.get(running.url + "/metrics").text
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
@@ -500,7 +482,7 @@ def test_metrics_have_the_promised_names(running: Any, body_of: Body) -> None:
 
 
 @pytest.mark.slow
-def test_with_a_token_every_route_but_health_requires_one(numbers: Any, served: Served, body_of: Body) -> None:
+def test_with_a_token_every_route_but_health_requires_one(numbers, served, body_of):
     numbers.publish(1)
     with served(numbers, tokens={"read": "lesen", "admin": "admin"}) as server:
         assert httpx.get(server.url + "/v2/health/live").status_code == 200
@@ -520,7 +502,7 @@ def test_with_a_token_every_route_but_health_requires_one(numbers: Any, served: 
 
 
 @pytest.mark.slow
-def test_a_rollout_command_requires_the_admin_token(numbers: Any, served: Served) -> None:
+def test_a_rollout_command_requires_the_admin_token(numbers, served):
     numbers.publish(1)
     with served(numbers, tokens={"read": "lesen", "admin": "admin"}) as server:
         path = server.url + "/api/versions/1:pin"
@@ -538,9 +520,7 @@ def test_a_rollout_command_requires_the_admin_token(numbers: Any, served: Served
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [{}, {"admin": "admin"}])
-def test_on_loopback_a_rollout_command_requires_only_the_token_that_is_set(
-    numbers: Any, served: Served, tokens: dict[str, str]
-) -> None:
+def test_on_loopback_a_rollout_command_requires_only_the_token_that_is_set(numbers, served, tokens):
     numbers.publish(1)
     with served(numbers, tokens=tokens) as server:
         assert httpx.get(server.url + "/api/status").status_code == 200
@@ -548,7 +528,7 @@ def test_on_loopback_a_rollout_command_requires_only_the_token_that_is_set(
 
 
 @pytest.mark.slow
-def test_without_a_token_requests_for_another_host_are_refused(running: Any, numbers: Any, body_of: Body) -> None:
+def test_without_a_token_requests_for_another_host_are_refused(running, numbers, body_of):
     port = running.address.rpartition(":")[2]
     for host in (f"elsewhere.example:{port}", "127.0.0.1.elsewhere.example", "192.168.0.7", "[::1", "0.0.0.0"):
         headers = {"Host": host, "Origin": f"http://{host}"}
@@ -565,7 +545,7 @@ def test_without_a_token_requests_for_another_host_are_refused(running: Any, num
 
 
 @pytest.mark.slow
-def test_with_a_token_a_request_may_be_for_any_name(numbers: Any, served: Served, body_of: Body) -> None:
+def test_with_a_token_a_request_may_be_for_any_name(numbers, served, body_of):
     numbers.publish(1)
     with served(numbers, tokens={"read": "lesen"}) as server:
         headers = {"Host": "fraud.example", "Authorization": "Bearer lesen"}
@@ -573,13 +553,11 @@ def test_with_a_token_a_request_may_be_for_any_name(numbers: Any, served: Served
 
 
 @pytest.mark.slow
-def test_rollout_commands_are_applied_before_they_are_answered(
-    running: Any, numbers: Any, body_of: Body, eventually: Callable[..., Any]
-) -> None:
-    def served() -> str:
+def test_rollout_commands_are_applied_before_they_are_answered(running, numbers, body_of, eventually):
+    def served():
         return str(httpx.post(running.infer, json=body_of(1)).json()["model_version"])
 
-    def order(what: str) -> httpx.Response:
+    def order(what):
         return httpx.post(f"{running.url}/api/versions/{what}")
 
     numbers.publish(2)
@@ -616,7 +594,7 @@ def test_rollout_commands_are_applied_before_they_are_answered(
 
 
 @pytest.mark.slow
-def test_tls_with_the_configured_certificate(numbers: Any, served: Served, certificate: Any) -> None:
+def test_tls_with_the_configured_certificate(numbers, served, certificate):
     cert, key = certificate(2)
     numbers.publish(1)
     with served(numbers, tls={"cert": str(cert), "key": str(key)}) as server:
@@ -625,7 +603,7 @@ def test_tls_with_the_configured_certificate(numbers: Any, served: Served, certi
         assert httpx.get(server.url + "/v2/health/ready", verify=trust).status_code == 200
 
 
-def test_settings_that_cannot_work_end_the_start_with_their_key(numbers: Any, deploy: Any) -> None:
+def test_settings_that_cannot_work_end_the_start_with_their_key(numbers, deploy):
     stop = threading.Event()
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -639,13 +617,13 @@ def test_settings_that_cannot_work_end_the_start_with_their_key(numbers: Any, de
         serve(deploy("broken").deployment, ServingSettings(port=0), stop)
 
 
-def test_small_replies_are_not_held_back_by_nagle() -> None:
+def test_small_replies_are_not_held_back_by_nagle():
     with listen("127.0.0.1", 0) as listener:
         assert listener.proto == 6  # IPPROTO_TCP: asyncio sets TCP_NODELAY only then
 
 
 @pytest.mark.slow
-def test_an_answer_before_the_body_was_read_closes_the_connection(numbers: Any, served: Served, body_of: Body) -> None:
+def test_an_answer_before_the_body_was_read_closes_the_connection(numbers, served, body_of):
     numbers.publish(1)
     body = body_of(1)
     with served(numbers, tokens={"read": "secret"}, max_body_bytes=1024) as running, httpx.Client() as client:
@@ -664,7 +642,7 @@ def test_an_answer_before_the_body_was_read_closes_the_connection(numbers: Any, 
 
 
 @pytest.mark.slow
-def test_ambiguous_heads_are_refused_before_a_token_is_compared(numbers: Any, served: Served) -> None:
+def test_ambiguous_heads_are_refused_before_a_token_is_compared(numbers, served):
     numbers.publish(1)
     with served(numbers, tokens={"read": "secret"}) as running:
         many = httpx.get(running.url + "/v2", headers=[(f"x-{n}", "") for n in range(101)])
@@ -684,7 +662,7 @@ def test_ambiguous_heads_are_refused_before_a_token_is_compared(numbers: Any, se
 
 
 @pytest.mark.slow
-def test_a_rollout_command_from_an_origin_that_is_no_url_is_forbidden(numbers: Any, served: Served) -> None:
+def test_a_rollout_command_from_an_origin_that_is_no_url_is_forbidden(numbers, served):
     numbers.publish(1)
     with served(numbers) as running:
         response = httpx.post(f"{running.url}/api/versions/1:pin", headers={"Origin": "http://["})
@@ -692,9 +670,7 @@ def test_a_rollout_command_from_an_origin_that_is_no_url_is_forbidden(numbers: A
 
 
 @pytest.mark.slow
-def test_a_report_that_cannot_be_read_does_not_end_serving(
-    numbers: Any, served: Served, eventually: Callable[..., Any]
-) -> None:
+def test_a_report_that_cannot_be_read_does_not_end_serving(numbers, served, eventually):
     numbers.publish(1)
     state_dir = numbers.deployment.state_dir
     (state_dir / "learner.json").mkdir(parents=True)
@@ -705,18 +681,18 @@ def test_a_report_that_cannot_be_read_does_not_end_serving(
         assert httpx.get(running.url + "/api/status").json()["learner"] is None
 
 
-def test_a_body_and_its_reply_count_as_held_until_the_reply_is_read() -> None:
+def test_a_body_and_its_reply_count_as_held_until_the_reply_is_read():
     class Echo:
-        async def infer(self, *_: Any) -> tuple[bytes, None]:
+        async def infer(self, *_):
             return b"r" * 100_000, None
 
-    async def main() -> None:
+    async def main():
         read, sent = asyncio.Event(), 0
 
-        async def receive() -> dict[str, Any]:
+        async def receive():
             return {"type": "http.request", "body": b"b" * 1000}
 
-        async def send(message: dict[str, Any]) -> None:  # as uvicorn: waits for what was sent before to be read
+        async def send(message):  # as uvicorn: waits for what was sent before to be read
             nonlocal sent
             if sent > 65_536:
                 await read.wait()

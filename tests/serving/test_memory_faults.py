@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import httpx
 import numpy as np
@@ -13,11 +11,11 @@ from prometheus_client import CollectorRegistry
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.core.failures import Failure, failure_of
-from serving.errors import UnavailableError
-from serving.inference.batch_run import BatchRunner, QueuedRequest
-from serving.metrics import ServingMetrics
-from serving.model.loaded_version import load_version
-from serving.rollout.hot_swap import VersionSwapper
+from anabranch.serving.errors import UnavailableError
+from anabranch.serving.inference.batch_run import BatchRunner, QueuedRequest
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.loaded_version import load_version
+from anabranch.serving.rollout.hot_swap import VersionSwapper
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 LOST = torch.AcceleratorError("CUDA error: device-side assert triggered")
@@ -26,22 +24,22 @@ LOST = torch.AcceleratorError("CUDA error: device-side assert triggered")
 class FailsAt(TorchDispatchMode):
     """Raises an error at the n-th operation of its block, which a device may need memory for."""
 
-    def __init__(self, number: int, error: Exception) -> None:
+    def __init__(self, number, error):
         super().__init__()
         self.left, self.error = number, error
 
     @property
-    def raised(self) -> bool:
+    def raised(self):
         return self.left <= 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.left -= 1
         if self.left == 0:
             raise self.error
         return function(*args, **(kwargs or {}))
 
 
-def raised_by(work: Callable[[], object]) -> Exception | None:
+def raised_by(work):
     try:
         work()
     except Exception as exc:  # noqa: BLE001 - the test compares it
@@ -52,7 +50,7 @@ def raised_by(work: Callable[[], object]) -> Exception | None:
 class Swapping:
     """A swap without its thread that serves version 1, while version 2 is there."""
 
-    def __init__(self, publisher: Any) -> None:
+    def __init__(self, publisher):
         self.registry, self.now = CollectorRegistry(), 0.0
         publisher.publish(1)
         self.swap = VersionSwapper(
@@ -62,21 +60,19 @@ class Swapping:
         publisher.deployment.template.warmed.clear()  # large batches are run for the next version, too
         publisher.publish(2)
 
-    def answer(self) -> float:
+    def answer(self):
         assert self.swap.current is not None
         return float(self.swap.current.run({"x": np.zeros((1, 4), np.float32)})["prediction"][0])
 
 
 @pytest.fixture
-def swapping(deploy_in: Callable[..., Any], tmp_path: Any) -> Callable[[int], Swapping]:
+def swapping(deploy_in, tmp_path):
     """Make a fresh swap, each in a separate state directory."""
     return lambda number: Swapping(deploy_in("number", tmp_path / str(number)))
 
 
 @pytest.mark.slow
-def test_a_swap_that_runs_out_of_memory_at_any_operation_is_tried_again_and_loses_no_version(
-    swapping: Callable[[int], Swapping],
-) -> None:
+def test_a_swap_that_runs_out_of_memory_at_any_operation_is_tried_again_and_loses_no_version(swapping):
     delayed = 0
     for number in itertools.count(1):
         one = swapping(number)
@@ -96,9 +92,7 @@ def test_a_swap_that_runs_out_of_memory_at_any_operation_is_tried_again_and_lose
 
 
 @pytest.mark.slow
-def test_a_device_that_is_lost_at_any_operation_of_a_swap_refuses_no_version(
-    swapping: Callable[[int], Swapping],
-) -> None:
+def test_a_device_that_is_lost_at_any_operation_of_a_swap_refuses_no_version(swapping):
     for number in itertools.count(1):
         one = swapping(number)
         with FailsAt(number, LOST) as fault:
@@ -113,7 +107,7 @@ def test_a_device_that_is_lost_at_any_operation_of_a_swap_refuses_no_version(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [NO_MEMORY, LOST], ids=repr)
-def test_a_batch_that_fails_at_any_operation_is_answered_or_503_and_never_400(numbers: Any, error: Exception) -> None:
+def test_a_batch_that_fails_at_any_operation_is_answered_or_503_and_never_400(numbers, error):
     numbers.publish(3)
     version = load_version(numbers.deployment, numbers.versions.manifest(3), 8)
     for number in itertools.count(1):
@@ -135,9 +129,9 @@ def test_a_batch_that_fails_at_any_operation_is_answered_or_503_and_never_400(nu
 
 
 @pytest.mark.slow
-def test_a_device_that_stays_full_answers_503_to_all(numbers: Any) -> None:
+def test_a_device_that_stays_full_answers_503_to_all(numbers):
     class Full(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             raise NO_MEMORY
 
     numbers.publish(3)
@@ -151,7 +145,7 @@ def test_a_device_that_stays_full_answers_503_to_all(numbers: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_batch_that_does_not_fit_is_run_in_pieces(deploy: Any, served: Any, body_of: Any) -> None:
+def test_on_a_gpu_a_batch_that_does_not_fit_is_run_in_pieces(deploy, served, body_of):
     publisher = deploy("hungry")
     device = torch.device("cuda", 0)
     publisher.deployment = dataclasses.replace(publisher.deployment, device=device)
@@ -172,9 +166,7 @@ def test_on_a_gpu_a_batch_that_does_not_fit_is_run_in_pieces(deploy: Any, served
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_versions_are_swapped_while_requests_are_answered(
-    deploy: Any, served: Any, body_of: Any, eventually: Any
-) -> None:
+def test_on_a_gpu_versions_are_swapped_while_requests_are_answered(deploy, served, body_of, eventually):
     publisher = deploy("number")
     publisher.deployment = dataclasses.replace(publisher.deployment, device=torch.device("cuda", 0))
     publisher.publish(1)
@@ -188,7 +180,7 @@ def test_on_a_gpu_versions_are_swapped_while_requests_are_answered(
 
 
 @pytest.mark.parametrize("error", [NO_MEMORY, LOST], ids=repr)
-def test_a_trial_of_zeros_that_fails_by_no_fault_of_the_model_is_no_verdict(numbers: Any, error: Exception) -> None:
+def test_a_trial_of_zeros_that_fails_by_no_fault_of_the_model_is_no_verdict(numbers, error):
     numbers.publish(3)
     version = load_version(numbers.deployment, numbers.versions.manifest(3), 8)
     with FailsAt(1, error), pytest.raises(type(error)):

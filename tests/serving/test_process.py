@@ -1,22 +1,20 @@
-"""`python -m serving` as a process: what it loads, how it ends, and with which exit code."""
+"""`python -m anabranch.serving` as a process: what it loads, how it ends, and with which exit code."""
 
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from anabranch.config.loader import load_config
+from anabranch.ingest.events.schema import Schema
 from anabranch.runtime.lifecycle import Exit
-from ingest.events.schema import Schema
-from serving.http.listening_socket import listen
-from serving.reporting.report import read_report
+from anabranch.serving.http.listening_socket import listen
+from anabranch.serving.reporting.report import read_report
 from tests import forkserver
 
 pytestmark = pytest.mark.process
@@ -24,9 +22,9 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments: str) -> Any:
+def start(*arguments):
     return forkserver.start(
-        ["-m", "serving", *arguments],
+        ["-m", "anabranch.serving", *arguments],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -36,7 +34,7 @@ def start(*arguments: str) -> Any:
 
 
 @contextmanager
-def daemon(path: Path, eventually: Callable[..., Any], *arguments: str) -> Iterator[tuple[Any, str]]:
+def daemon(path, eventually, *arguments):
     process = start("-c", str(path), *arguments)
     try:
         report = eventually(lambda: process.poll() is not None or read_report(path.parent / "var"), 60)
@@ -50,10 +48,9 @@ def daemon(path: Path, eventually: Callable[..., Any], *arguments: str) -> Itera
             pipe.close()
 
 
-def test_import_serving_app_loads_neither_kafka_nor_redis_nor_faiss() -> None:
-    code = (
-        "import sys, serving.http.app; print(sorted({'kafka', 'confluent_kafka', 'redis', 'faiss'} & set(sys.modules)))"
-    )
+def test_import_serving_app_loads_neither_kafka_nor_redis_nor_faiss():
+    unwanted = {"kafka", "confluent_kafka", "redis", "faiss"}
+    code = f"import sys, anabranch.serving.http.app; print(sorted({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -68,7 +65,7 @@ def test_import_serving_app_loads_neither_kafka_nor_redis_nor_faiss() -> None:
         ('device = "cpu"\nprecision = "fp16"', r'serving.precision = "fp16" needs a CUDA device'),
     ],
 )
-def test_bad_settings_are_one_sentence_and_exit_2(pipeline: Callable[..., Path], more: str, sentence: str) -> None:
+def test_bad_settings_are_one_sentence_and_exit_2(pipeline, more, sentence):
     process = start("-c", str(pipeline(more=more)))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == Exit.SETTINGS
@@ -76,13 +73,13 @@ def test_bad_settings_are_one_sentence_and_exit_2(pipeline: Callable[..., Path],
     assert len(errors.strip().splitlines()) == 1
 
 
-def test_a_missing_file_is_exit_2(tmp_path: Path) -> None:
+def test_a_missing_file_is_exit_2(tmp_path):
     process = start("-c", str(tmp_path / "none.toml"))
     assert "does not exist" in process.communicate(timeout=60)[1]
     assert process.returncode == Exit.SETTINGS
 
 
-def test_a_taken_port_is_one_sentence_that_names_the_key_and_exit_2(pipeline: Callable[..., Path]) -> None:
+def test_a_taken_port_is_one_sentence_that_names_the_key_and_exit_2(pipeline):
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         process = start("-c", str(pipeline(port)))
@@ -92,9 +89,7 @@ def test_a_taken_port_is_one_sentence_that_names_the_key_and_exit_2(pipeline: Ca
     assert len(errors.strip().splitlines()) == 1
 
 
-def test_the_next_server_of_a_supervisor_waits_for_the_port_of_a_killed_one(
-    pipeline: Callable[..., Path], eventually: Callable[..., Any]
-) -> None:
+def test_the_next_server_of_a_supervisor_waits_for_the_port_of_a_killed_one(pipeline, eventually):
     """After a supervisor was killed, the next one starts before the server of the first has ended."""
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -106,9 +101,7 @@ def test_the_next_server_of_a_supervisor_waits_for_the_port_of_a_killed_one(
     assert process.returncode == Exit.DONE
 
 
-def test_sigterm_finishes_and_exits_0(
-    pipeline: Callable[..., Path], eventually: Callable[..., Any], numbers: Any, body_of: Callable[..., Any]
-) -> None:
+def test_sigterm_finishes_and_exits_0(pipeline, eventually, numbers, body_of):
     path = pipeline()
     config = load_config(path)
     schema = Schema(config.pipeline.events)
@@ -126,9 +119,7 @@ def test_sigterm_finishes_and_exits_0(
         httpx.get(address + "/v2/health/live")
 
 
-def test_a_supervised_process_ends_with_its_parent(
-    pipeline: Callable[..., Path], eventually: Callable[..., Any]
-) -> None:
+def test_a_supervised_process_ends_with_its_parent(pipeline, eventually):
     with daemon(pipeline(), eventually, "--supervised") as (process, _):
         assert process.stdin is not None
         process.stdin.close()

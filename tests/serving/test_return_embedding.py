@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from learner.device_sharing.lease import hold_server
-from learner.errors import ModelError
-from serving.config import ServingSettings
-from serving.inference.batcher import Batcher
-from serving.model.loaded_version import load_version
-from serving.protocol.codec import EMBEDDING
+from anabranch.learner.device.lease import hold_server
+from anabranch.learner.errors import ModelError
+from anabranch.serving.inference.batcher import Batcher
+from anabranch.serving.model.loaded_version import load_version
+from anabranch.serving.protocol.codec import EMBEDDING
+from anabranch.serving.settings import ServingSettings
 
 Served = Callable[..., Any]
 SIZES = [[1.0, 2.0], [-3.0, 0.5], [0.0, 1.0]]
@@ -30,7 +29,7 @@ EXPECTED = (torch.tensor(SIZES) @ WEIGHTS["numbers.weight"].T + WEIGHTS["numbers
 
 
 @pytest.fixture
-def embedding(deploy: Any) -> Any:
+def embedding(deploy):
     """A deployment whose model has an embedding: what its numbers are mapped to."""
     publisher = deploy("mixed")
     model = publisher.deployment.model.model_copy(update={"embedding": "numbers"})
@@ -39,7 +38,7 @@ def embedding(deploy: Any) -> Any:
     return publisher
 
 
-def body(**members: Any) -> dict[str, Any]:
+def body(**members):
     inputs = [
         {"name": "word", "shape": [3, 2], "datatype": "BYTES", "data": ["red"] * 6},
         {"name": "size", "shape": [3, 2], "datatype": "FP32", "data": SIZES},
@@ -48,7 +47,7 @@ def body(**members: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_embedding_is_returned_with_the_outputs_when_it_is_requested(embedding: Any, served: Served) -> None:
+def test_the_embedding_is_returned_with_the_outputs_when_it_is_requested(embedding, served):
     with served(embedding) as server:
         plain = httpx.post(server.infer, json=body()).json()
         asked = httpx.post(server.infer, json=body(parameters={"return_embedding": True})).json()
@@ -72,9 +71,7 @@ def test_the_embedding_is_returned_with_the_outputs_when_it_is_requested(embeddi
     ("value", "sentence"),
     [(True, "this model has no embedding; name one of its modules in model.embedding"), (1, "true")],
 )
-def test_without_an_embedding_it_is_a_400(
-    numbers: Any, served: Served, body_of: Callable[..., Any], value: object, sentence: str
-) -> None:
+def test_without_an_embedding_it_is_a_400(numbers, served, body_of, value, sentence):
     numbers.publish(1)
     with served(numbers) as server:
         answer = httpx.post(server.infer, json=body_of(1, parameters={"return_embedding": value}))
@@ -83,7 +80,7 @@ def test_without_an_embedding_it_is_a_400(
         assert httpx.post(server.infer, json=body_of(1, parameters={"return_embedding": False})).status_code == 200
 
 
-def test_a_missing_module_ends_the_start(embedding: Any) -> None:
+def test_a_missing_module_ends_the_start(embedding):
     model = embedding.deployment.model.model_copy(update={"embedding": "nowhere"})
     with pytest.raises(
         ModelError, match=r'model.embedding = "nowhere": the model has no such module, but words, numbers'
@@ -94,15 +91,15 @@ def test_a_missing_module_ends_the_start(embedding: Any) -> None:
 class Embeds:
     """A classification whose embedding are the numbers themselves."""
 
-    def embed(self, model: torch.nn.Module, features: Any) -> torch.Tensor:
+    def embed(self, model, features):
         return features["size"]
 
 
-def test_a_batch_of_requests_with_and_without_the_embedding_gives_each_its_own(embedding: Any, tmp_path: Path) -> None:
+def test_a_batch_of_requests_with_and_without_the_embedding_gives_each_its_own(embedding, tmp_path):
     deployment = embedding.deployment
     version = load_version(deployment, deployment.versions.manifest(1), 8)
 
-    async def ask() -> list[Any]:
+    async def ask():
         settings = ServingSettings.model_validate({"max_delay": "20ms"})
         with hold_server(tmp_path, timedelta(milliseconds=20)) as mark, Batcher(settings, pytest.fail, mark) as batcher:
             size = np.array(SIZES, np.float32)
@@ -119,7 +116,7 @@ def test_a_batch_of_requests_with_and_without_the_embedding_gives_each_its_own(e
     np.testing.assert_allclose(np.concatenate([first[EMBEDDING], third[EMBEDDING]]), [EXPECTED[0], EXPECTED[2]])
 
 
-def test_a_task_that_computes_the_embedding_is_used(embedding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_computes_the_embedding_is_used(embedding, monkeypatch):
     model = embedding.deployment.model.model_copy(update={"embedding": ""})
     deployment = dataclasses.replace(embedding.deployment, model=model)
     assert not deployment.embeds

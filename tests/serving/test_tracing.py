@@ -2,19 +2,16 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 import httpx
 import numpy as np
 import pytest
 
-from anabranch.core.tracing.config import TracingSettings
-from serving.grpc.messages import MESSAGES, SERVICE
-from serving.reporting.report import read_report
-from tests.support.collector import Collector
+from anabranch.core.tracing.settings import TracingSettings
+from anabranch.serving.grpc.messages import MESSAGES, SERVICE
+from anabranch.serving.reporting.report import read_report
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
@@ -22,10 +19,10 @@ ROUTE = "/v2/models/{name}/infer"
 
 
 @pytest.fixture
-def traced(numbers: Any, served: Callable[..., Any]) -> Callable[..., Any]:
+def traced(numbers, served):
     """Serve version 7 of a traced deployment, which traces nothing by itself: `with traced(**settings) as server`."""
 
-    def serve(**settings: Any) -> Any:
+    def serve(**settings):
         numbers.deployment = dataclasses.replace(numbers.deployment, tracing=TracingSettings(sample=0))
         numbers.publish(7)
         return served(numbers, **settings)
@@ -34,9 +31,7 @@ def traced(numbers: Any, served: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
-def test_requests_continue_the_traces_of_their_callers_and_name_their_batch(
-    traced: Callable[..., Any], body_of: Callable[..., Any], collector: Collector
-) -> None:
+def test_requests_continue_the_traces_of_their_callers_and_name_their_batch(traced, body_of, collector):
     with traced(max_delay="60s", max_batch=3) as server, ThreadPoolExecutor(3) as pool:
         answers = list(  # three rows of three requests make a batch
             pool.map(
@@ -63,9 +58,7 @@ def test_requests_continue_the_traces_of_their_callers_and_name_their_batch(
 
 
 @pytest.mark.slow
-def test_requests_that_fail_end_their_spans(
-    traced: Callable[..., Any], body_of: Callable[..., Any], collector: Collector
-) -> None:
+def test_requests_that_fail_end_their_spans(traced, body_of, collector):
     with traced() as server:
         headers = {"traceparent": SAMPLED}
         refused = httpx.post(server.infer, json={"inputs": []}, headers=headers)
@@ -80,9 +73,7 @@ def test_requests_that_fail_end_their_spans(
 
 
 @pytest.mark.slow
-def test_calls_of_grpc_continue_the_trace_of_their_metadata(
-    traced: Callable[..., Any], collector: Collector, eventually: Callable[..., Any]
-) -> None:
+def test_calls_of_grpc_continue_the_trace_of_their_metadata(traced, collector, eventually):
     x = np.ones((1, 4), np.float32)
     message = MESSAGES["ModelInferRequest"](model_name="tiny")
     message.inputs.add(name="x", datatype="FP32", shape=x.shape)
@@ -113,9 +104,7 @@ def test_calls_of_grpc_continue_the_trace_of_their_metadata(
 
 
 @pytest.mark.slow
-def test_no_request_waits_for_a_collector_that_hangs(
-    traced: Callable[..., Any], body_of: Callable[..., Any], collector: Collector, eventually: Callable[..., Any]
-) -> None:
+def test_no_request_waits_for_a_collector_that_hangs(traced, body_of, collector, eventually):
     collector.go_on = threading.Event()
     collector.status = 400
     with traced() as server:

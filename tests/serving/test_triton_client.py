@@ -1,8 +1,6 @@
 """The stock client of the protocol, unchanged: `tritonclient[http]`."""
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ with warnings.catch_warnings():
 
 
 @pytest.fixture
-def client(deploy: Any, served: Any) -> Iterator[Any]:
+def client(deploy, served):
     publisher = deploy("mixed")
     generator = torch.Generator().manual_seed(0)
     weights = {
@@ -29,7 +27,7 @@ def client(deploy: Any, served: Any) -> Iterator[Any]:
         client.close()
 
 
-def inputs(words: list[list[str]], sizes: Any, binary: bool) -> list[Any]:
+def inputs(words, sizes, binary):
     word = tritonclient.InferInput("word", [len(words), 2], "BYTES")
     word.set_data_from_numpy(np.array(words, dtype=object), binary_data=binary)
     size = tritonclient.InferInput("size", [len(words), 2], "FP32")
@@ -37,7 +35,7 @@ def inputs(words: list[list[str]], sizes: Any, binary: bool) -> list[Any]:
     return [word, size]
 
 
-def expected(weights: dict[str, Any], words: list[list[str]], sizes: Any) -> Any:
+def expected(weights, words, sizes):
     ids = torch.tensor([[{"red": 1, "green": 2, "blue": 3}.get(word, 0) for word in pair] for pair in words])
     logits = torch.tensor(sizes) @ weights["numbers.weight"].T + weights["numbers.bias"]
     return (logits + weights["words.weight"][ids].sum(dim=1)).softmax(dim=1).numpy()
@@ -48,7 +46,7 @@ SIZES = [[1.0, 2.0], [-3.0, 0.5], [0.0, 0.0]]
 
 
 @pytest.mark.slow
-def test_it_finds_the_server_ready_and_reads_its_metadata(client: Any) -> None:
+def test_it_finds_the_server_ready_and_reads_its_metadata(client):
     triton, _ = client
     assert triton.is_server_live()
     assert triton.is_server_ready()
@@ -64,7 +62,7 @@ def test_it_finds_the_server_ready_and_reads_its_metadata(client: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("binary_in", [True, False])
 @pytest.mark.parametrize("binary_out", [True, False])
-def test_it_gets_the_same_predictions_in_json_and_in_binary(client: Any, binary_in: bool, binary_out: bool) -> None:
+def test_it_gets_the_same_predictions_in_json_and_in_binary(client, binary_in, binary_out):
     triton, weights = client
     outputs = [
         tritonclient.InferRequestedOutput(name, binary_data=binary_out) for name in ("probabilities", "prediction")
@@ -81,7 +79,7 @@ def test_it_gets_the_same_predictions_in_json_and_in_binary(client: Any, binary_
 
 
 @pytest.mark.slow
-def test_without_outputs_it_gets_all_of_them_and_defaults_fill_what_it_leaves_out(client: Any) -> None:
+def test_without_outputs_it_gets_all_of_them_and_defaults_fill_what_it_leaves_out(client):
     triton, weights = client
     result = triton.infer("tiny", inputs(WORDS, SIZES, True)[:1])
     np.testing.assert_allclose(result.as_numpy("probabilities"), expected(weights, WORDS, [[0.5, 1.5]] * 3), rtol=1e-5)
@@ -89,7 +87,7 @@ def test_without_outputs_it_gets_all_of_them_and_defaults_fill_what_it_leaves_ou
 
 
 @pytest.mark.slow
-def test_it_requests_its_own_writes_and_reads_error_sentences(client: Any) -> None:
+def test_it_requests_its_own_writes_and_reads_error_sentences(client):
     triton, _ = client
     asked = inputs(WORDS, SIZES, True)
     triton.infer("tiny", asked, parameters={"min_trained_through": "events:0=40"})

@@ -5,20 +5,18 @@ import signal
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from anabranch.commands.rollout import apply_command
+from anabranch.commands.versions.rollout import apply_command
 from anabranch.config.loader import load_config
+from anabranch.learner.versions.format import RegistryState
 from anabranch.runtime.lifecycle import Exit
-from learner.state_dir.version import RegistryState
-from serving.reporting.report import STOPPED, ServingReport, ShadowReport, read_report
+from anabranch.serving.reporting.report import STOPPED, ShadowReport, read_report
 from tests import forkserver
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +25,7 @@ PATIENT = """
 from datetime import timedelta
 from anabranch.runtime import serving_workers
 from anabranch.runtime.daemon import exit_at_once
-from serving.__main__ import main
+from anabranch.serving.__main__ import main
 serving_workers.UNTIL_GONE = timedelta(minutes=5)
 exit_at_once(main())
 """
@@ -41,9 +39,7 @@ pytestmark = [
 class Server:
     """A server of two workers, and clients that open a connection for each request."""
 
-    def __init__(
-        self, path: Path, trust: ssl.SSLContext | bool, environment: Mapping[str, str], program: Sequence[str]
-    ) -> None:
+    def __init__(self, path, trust, environment, program):
         self.trust = trust
         self.state_dir = path.parent / "var"
         self.log = path.parent / "log"
@@ -57,17 +53,17 @@ class Server:
             )
 
     @property
-    def report(self) -> ServingReport:
+    def report(self):
         report = read_report(self.state_dir)
         assert report is not None
         return report
 
     @property
-    def workers(self) -> set[int]:
+    def workers(self):
         """The pids of the processes that answer."""
         return {child.process.pid for child in forkserver.children(self.process)}
 
-    def serves(self, version: int) -> bool:
+    def serves(self, version):
         """Whether both workers do."""
         report = read_report(self.state_dir)
         assert self.process.poll() is None, self.log.read_text()
@@ -75,33 +71,26 @@ class Server:
             report is not None and report.pid == self.process.pid and (report.workers, report.version) == (2, version)
         )
 
-    def ask(self, body: dict[str, Any]) -> httpx.Response:
+    def ask(self, body):
         return httpx.post(f"{self.report.address}/v2/models/tiny/infer", json=body, timeout=30, verify=self.trust)
 
-    def order(self, number: int, action: str) -> httpx.Response:
+    def order(self, number, action):
         return httpx.post(f"{self.report.address}/api/versions/{number}:{action}", timeout=30)
 
-    def count(self, name: str) -> float:
+    def count(self, name):
         lines = httpx.get(f"{self.report.address}/metrics", timeout=30, verify=self.trust).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 @pytest.fixture
-def start_workers(pipeline: Callable[..., Path]) -> Callable[..., Any]:
+def start_workers(pipeline):
     """Start a server of two workers: `with start_workers(factory="number", port=0, **environment) as server`.
 
     `more` are lines of `[serving]`, `trust` is what its clients verify its certificate by, `program` what Python runs.
     """
 
     @contextmanager
-    def start(
-        factory: str = "number",
-        port: int = 0,
-        more: str = "",
-        trust: ssl.SSLContext | bool = True,
-        program: Sequence[str] = ("-m", "serving"),
-        **environment: str,
-    ) -> Iterator[Server]:
+    def start(factory="number", port=0, more="", trust=True, program=("-m", "anabranch.serving"), **environment):
         server = Server(pipeline(port, f"workers = 2\n{more}", factory), trust, environment, program)
         try:
             yield server
@@ -119,7 +108,7 @@ def start_workers(pipeline: Callable[..., Path]) -> Callable[..., Any]:
     return start
 
 
-def connections(address: str) -> int:
+def connections(address):
     """Count the server's ends of the connections that there are to it."""
     port = f":{httpx.URL(address).port:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -127,12 +116,10 @@ def connections(address: str) -> int:
 
 
 @pytest.mark.slow
-def test_all_workers_follow_versions_and_rollout_commands_and_count_as_one(
-    start_workers: Any, numbers: Any, body_of: Any, eventually: Any
-) -> None:
+def test_all_workers_follow_versions_and_rollout_commands_and_count_as_one(start_workers, numbers, body_of, eventually):
     with start_workers() as server, ThreadPoolExecutor(8) as clients:
 
-        def answers(count: int = 40, **members: Any) -> Counter[str]:
+        def answers(count=40, **members):
             replies = list(clients.map(lambda _: server.ask(body_of(1, **members)), range(count)))
             assert {reply.status_code for reply in replies} == {200}, [reply.text for reply in replies]
             for reply in replies:
@@ -181,15 +168,13 @@ def test_all_workers_follow_versions_and_rollout_commands_and_count_as_one(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_loses_only_its_current_requests_and_is_restarted(
-    start_workers: Any, numbers: Any, body_of: Any, eventually: Any
-) -> None:
+def test_a_killed_worker_loses_only_its_current_requests_and_is_restarted(start_workers, numbers, body_of, eventually):
     numbers.publish(1)
     with start_workers() as server:
         eventually(lambda: server.serves(1), 60)
         stop, answered, failed = threading.Event(), Counter[int](), Counter[int]()
 
-        def ask(client: int) -> None:
+        def ask(client):
             while not stop.wait(0.01):
                 try:
                     reply = server.ask(body_of(1))
@@ -220,9 +205,7 @@ def test_a_killed_worker_loses_only_its_current_requests_and_is_restarted(
         eventually(lambda: not server.report.problems)  # such as that a worker hangs, for a moment
 
 
-def test_requests_in_flight_are_answered_when_it_stops(
-    start_workers: Any, deploy: Any, body_of: Any, eventually: Any, tmp_path: Path
-) -> None:
+def test_requests_in_flight_are_answered_when_it_stops(start_workers, deploy, body_of, eventually, tmp_path):
     deploy("held").publish(1)
     with (
         ThreadPoolExecutor(9) as clients,
@@ -245,8 +228,8 @@ def test_requests_in_flight_are_answered_when_it_stops(
 
 @pytest.mark.slow
 def test_after_a_kill_of_the_listening_process_another_one_gets_the_port(
-    start_workers: Any, numbers: Any, eventually: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    start_workers, numbers, eventually, tmp_path_factory
+):
     temporary = tmp_path_factory.mktemp("tmp")
     numbers.publish(1)
     with start_workers(TMPDIR=str(temporary)) as first:
@@ -266,15 +249,15 @@ def test_after_a_kill_of_the_listening_process_another_one_gets_the_port(
 
 @pytest.mark.slow
 def test_each_worker_speaks_tls_and_applies_rollout_commands_over_it(
-    start_workers: Any, numbers: Any, body_of: Any, eventually: Any, certificate: Any
-) -> None:
+    start_workers, numbers, body_of, eventually, certificate
+):
     cert, _ = certificate(2, issued=True)
     trust = ssl.create_default_context(cafile=str(cert))
     trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     numbers.publish(1)
     with start_workers(more=TLS, trust=trust) as server, ThreadPoolExecutor(8) as clients:
 
-        def answers() -> set[int]:
+        def answers():
             replies = list(clients.map(lambda _: server.ask(body_of(1)), range(16)))
             return {int(reply.json()["model_version"]) for reply in replies}
 
@@ -306,17 +289,15 @@ def test_each_worker_speaks_tls_and_applies_rollout_commands_over_it(
 
 
 @pytest.mark.slow
-def test_the_shadows_of_all_workers_are_reported_as_one(
-    start_workers: Any, numbers: Any, body_of: Any, eventually: Any
-) -> None:
+def test_the_shadows_of_all_workers_are_reported_as_one(start_workers, numbers, body_of, eventually):
     numbers.publish(1)
     numbers.publish(5, verdict="fail")
     with start_workers(more="shadow = 1.0\n") as server, ThreadPoolExecutor(4) as clients:
 
-        def rows() -> float:
+        def rows():
             return float(server.count("anabranch_serving_shadow_rows_total"))
 
-        def ask(requests: int) -> None:
+        def ask(requests):
             replies = list(clients.map(lambda _: server.ask(body_of(3)), range(requests)))
             assert {reply.json()["model_version"] for reply in replies} == {"1"}
 
@@ -352,14 +333,14 @@ def test_the_shadows_of_all_workers_are_reported_as_one(
         eventually(lambda: server.serves(6) and server.report.shadow is None)
 
 
-def test_a_certificate_that_cannot_be_read_ends_it_with_2(start_workers: Any) -> None:
+def test_a_certificate_that_cannot_be_read_ends_it_with_2(start_workers):
     with start_workers(more=TLS) as server:
         assert server.process.wait(60) == Exit.SETTINGS
     (said,) = server.log.read_text().splitlines()  # no worker was started for it
-    assert said.startswith("anabranch: serving.tls: the certificate and key cannot be used")
+    assert said.endswith("server.crt cannot be used: No such file or directory")
 
 
-def test_a_model_that_cannot_be_built_ends_it_with_2(start_workers: Any) -> None:
+def test_a_model_that_cannot_be_built_ends_it_with_2(start_workers):
     with start_workers(factory="broken") as server:
         assert server.process.wait(60) == Exit.SETTINGS
     assert "the factory fails" in server.log.read_text()

@@ -4,10 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from itertools import count
-from types import TracebackType
-from typing import Self
 
 import httpx
 
@@ -19,7 +16,7 @@ _PIECE = 65_536
 class Balancer:
     """Connects clients with the servers that were ready a while ago, in turns. A context manager around its threads."""
 
-    def __init__(self, addresses: Sequence[str], delay: float, every: float = 0.1) -> None:
+    def __init__(self, addresses, delay, every=0.1):
         """`delay` seconds pass between a change of readiness and its effect, besides the `every` of polls."""
         self._addresses = addresses
         self._delay = delay
@@ -31,32 +28,30 @@ class Balancer:
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._accept, self._poll)]
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self._stop.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
             thread.join(10)
 
-    def endpoints(self) -> list[str]:
+    def endpoints(self):
         """Return the servers that were ready `delay` seconds ago."""
         due = time.monotonic() - self._delay
         return next((ready for when, ready in reversed(self._history.copy()) if when <= due), [])
 
-    def _poll(self) -> None:
+    def _poll(self):
         with httpx.Client(timeout=PATIENCE_SECONDS) as client:  # of a server that is gone the connection is refused
             while not self._stop.wait(self._every):
                 ready = [each for each in self._addresses if _is_ready(client, each)]
                 self._history.append((time.monotonic(), ready))
 
-    def _accept(self) -> None:
+    def _accept(self):
         while not self._stop.is_set():
             try:
                 accepted, _ = self._listener.accept()
@@ -78,14 +73,14 @@ class Balancer:
             self._threads.append(thread)
 
 
-def _is_ready(client: httpx.Client, address: str) -> bool:
+def _is_ready(client, address):
     try:
         return client.get(f"{address}/v2/health/ready").status_code == 200
     except httpx.TransportError:
         return False
 
 
-def _connect(client: socket.socket, server: socket.socket) -> None:
+def _connect(client, server):
     with client, server:
         other = threading.Thread(target=_pipe, args=(client, server), daemon=True)
         other.start()
@@ -93,7 +88,7 @@ def _connect(client: socket.socket, server: socket.socket) -> None:
         other.join()
 
 
-def _pipe(source: socket.socket, sink: socket.socket) -> None:
+def _pipe(source, sink):
     """Copy until one end closes; then end both."""
     with contextlib.suppress(OSError):
         while piece := source.recv(_PIECE):

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -11,7 +9,7 @@ CHROMIUM = "ANABRANCH_TEST_CHROMIUM"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     """Headless Chromium: the program that CHROMIUM names, or the one on the path. Without it the test is skipped.
 
     Its scope is the module, since Playwright keeps an event loop running in the tests' thread.

@@ -2,12 +2,12 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+
+from tests.support.http_server import Handler, serving
 
 _PATIENCE = 60.0
 
@@ -42,18 +42,18 @@ class Collector:
     spans: list[Seen] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def wait_for(self, holds: Callable[[list[Seen]], bool]) -> list[Seen]:
+    def wait_for(self, holds):
         """Return all spans once they fulfil a condition."""
         with self.changed:
             assert self.changed.wait_for(lambda: holds(self.spans), _PATIENCE), self.spans
             return [*self.spans]
 
-    def named(self, name: str, count: int = 1) -> list[Seen]:
+    def named(self, name, count=1):
         """Return the spans of a name, once there are `count` of them."""
         self.wait_for(lambda spans: sum(each.name == name for each in spans) >= count)
         return [each for each in self.spans if each.name == name]
 
-    def receive(self, body: bytes) -> None:
+    def receive(self, body):
         """Record the spans of a request."""
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -66,11 +66,11 @@ class Collector:
             self.changed.notify_all()
 
 
-def _values(attributes: Any) -> dict[str, Any]:
+def _values(attributes):
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
 
 
-def _seen(span: Any, service: str) -> Seen:
+def _seen(span, service):
     links = [(link.trace_id.hex(), link.span_id.hex()) for link in span.links]
     seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
     ids = span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()
@@ -78,44 +78,29 @@ def _seen(span: Any, service: str) -> Seen:
 
 
 @contextlib.contextmanager
-def collector_server() -> Iterator[Collector]:
+def collector_server():
     """Run a collector on a free port of 127.0.0.1."""
     collector = Collector()
     collector.go_on.set()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+    class Collecting(Handler):
+        def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             collector.asked.set()
             collector.go_on.wait()
             if collector.status == 200:
                 collector.receive(body)  # before the answer, after which they may be asked for
-            with contextlib.suppress(OSError):
-                self.send_response(collector.status)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+            self.reply(b"", collector.status)
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-    server = Server(("127.0.0.1", 0), Handler)
-    collector.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield collector
-    finally:
-        collector.go_on.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Collecting) as collector.url:
+        try:
+            yield collector
+        finally:
+            collector.go_on.set()
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+def collector(monkeypatch):
     """A collector on this host, to which the variables `OTEL_*` point."""
     with collector_server() as running:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.url)

@@ -5,7 +5,7 @@ correct results at once. The recorder keeps the program order of each stream, th
 and where each storage is read and written::
 
     with CudaRecorder() as cuda:
-        copy = Transfer(torch.device("cuda"))(column)
+        copy = Transfer((), torch.device("cuda")).copy(column)
     cuda.check()                                # raises AssertionError with all problems
     assert cuda.waits == Counter()              # host waits by call site
 
@@ -37,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from replay import sample_plan
+from anabranch.replay import sample_plan
 
 HOST = torch.device("cpu")
 _OURS = (str(Path(torch.__file__).parent), __file__, contextlib.__file__, threading.__file__, "<")
@@ -86,7 +86,7 @@ class FakeStream:
 
     _numbers: ClassVar[Iterator[int]] = iter(range(1, 1 << 30))
 
-    def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
+    def __init__(self, device=None, priority=0, **_kwargs):
         recorder = CudaRecorder.active()
         self.device = recorder.indexed(device)
         self.priority = priority
@@ -94,63 +94,63 @@ class FakeStream:
         self.clock: Clock = {}
         recorder.streams.append(self)
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"stream {self.stream_id} of {self.device}"
 
-    def __enter__(self) -> "FakeStream":
+    def __enter__(self):
         self._streams = CudaRecorder.active().stream(self)
         self._streams.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._streams.__exit__(None, None, None)
 
-    def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
+    def record_event(self, event=None):
         event = event or FakeEvent()
         event.record(self)
         return event
 
-    def wait_event(self, event: "FakeEvent") -> None:
+    def wait_event(self, event):
         recorder = CudaRecorder.active()
         with recorder.lock:
             recorder.record("wait_event", repr(event), self)
             _join(self.clock, event.clock)
 
-    def wait_stream(self, stream: "FakeStream") -> None:
+    def wait_stream(self, stream):
         self.wait_event(stream.record_event())
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         CudaRecorder.active().host_waits("Stream.synchronize", self.clock)
 
-    def query(self) -> bool:
+    def query(self):
         return CudaRecorder.active().asked(self.clock)
 
 
 class FakeEvent:
     """Replaces torch.cuda.Event."""
 
-    def __init__(self, *_args: Any, **options: Any) -> None:
+    def __init__(self, *_args, **options):
         self.options = options
         self.clock: Clock = {}
         self.stream: FakeStream | None = None
 
-    def record(self, stream: FakeStream | None = None) -> None:
+    def record(self, stream=None):
         recorder = CudaRecorder.active()
         with recorder.lock:
             self.stream = stream or recorder.current_stream()
             recorder.record("record", "Event.record", self.stream)
             self.clock = dict(self.stream.clock)
 
-    def wait(self, stream: FakeStream | None = None) -> None:
+    def wait(self, stream=None):
         (stream or CudaRecorder.active().current_stream()).wait_event(self)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         CudaRecorder.active().host_waits("Event.synchronize", self.clock)
 
-    def query(self) -> bool:
+    def query(self):
         return CudaRecorder.active().asked(self.clock)
 
-    def elapsed_time(self, _end: "FakeEvent") -> float:
+    def elapsed_time(self, _end):
         return 0.0
 
 
@@ -159,7 +159,7 @@ class CudaRecorder:
 
     _active: ClassVar["CudaRecorder | None"] = None
 
-    def __init__(self, devices: int = 1, *, busy: bool = False, memory: int = 80 << 30) -> None:
+    def __init__(self, devices=1, *, busy=False, memory=80 << 30):
         """Args: `devices`, their number; `busy`, whether `query` of events and streams returns False, as if queued work
         never ended; `memory`, bytes of each device."""
         self.devices, self.busy, self.memory = devices, busy, memory
@@ -167,7 +167,7 @@ class CudaRecorder:
         self.log: list[Happening] = []
         self.problems: list[str] = []
         self.waits: Counter[str] = Counter()
-        """Host waits by call site, `learner/training/trainer.py Trainer.step`."""
+        """Host waits by call site, `learner/train/trainer.py Trainer.step`."""
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         """Calls of set_device, set_per_process_memory_fraction and empty_cache, in order."""
         self.live_bytes = self.peak_bytes = 0
@@ -181,13 +181,13 @@ class CudaRecorder:
         self._defaults: dict[torch.device, FakeStream] = {}
 
     @classmethod
-    def active(cls) -> "CudaRecorder":
+    def active(cls):
         assert cls._active is not None, "the recorder's block has ended"
         return cls._active
 
     # What the code under test finds in torch.
 
-    def __enter__(self) -> "CudaRecorder":
+    def __enter__(self):
         assert CudaRecorder._active is None, "one recorder at a time"
         CudaRecorder._active = self
         stack = self._stack
@@ -198,10 +198,10 @@ class CudaRecorder:
         start = threading.Thread.start
         recorder = self
 
-        def start_recorded(thread: threading.Thread) -> None:
+        def start_recorded(thread):
             run = thread.run
 
-            def run_recorded() -> None:
+            def run_recorded():
                 with recorder._modes():
                     run()
 
@@ -213,16 +213,16 @@ class CudaRecorder:
         stack.enter_context(self._modes())
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._stack.close()
 
-    def _modes(self) -> contextlib.AbstractContextManager[Any]:
+    def _modes(self):
         stack = contextlib.ExitStack()
         stack.enter_context(_Dispatch(self))
         stack.enter_context(_Functions(self))
         return stack
 
-    def _fakes(self) -> dict[str, Any]:
+    def _fakes(self):
         return {
             "Stream": FakeStream,
             "Event": FakeEvent,
@@ -256,15 +256,15 @@ class CudaRecorder:
             "cudart": lambda: self,
         }
 
-    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:  # noqa: N802 its name in CUDA
+    def cudaHostRegister(self, address, size, _flags):
         self._registered[address] = size
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 its name in CUDA
+    def cudaHostUnregister(self, address):
         del self._registered[address]
         return 0
 
-    def indexed(self, device: Any = None) -> torch.device:
+    def indexed(self, device=None):
         """Return a device with its index; the current one for None."""
         if isinstance(device, int):
             device = torch.device("cuda", device)
@@ -275,37 +275,37 @@ class CudaRecorder:
             raise torch.AcceleratorError("CUDA error: invalid device ordinal")
         return device
 
-    def _index(self) -> int:
+    def _index(self):
         return int(getattr(self._local, "index", 0))
 
-    def _set_device(self, device: Any) -> None:
+    def _set_device(self, device):
         self._local.index = self.indexed(device).index
         self.calls.append(("set_device", (self._local.index, threading.current_thread().name)))
 
     @contextlib.contextmanager
-    def _device_context(self, device: Any) -> Iterator[None]:
+    def _device_context(self, device):
         before, self._local.index = self._index(), self.indexed(device).index
         try:
             yield
         finally:
             self._local.index = before
 
-    def _currents(self) -> dict[torch.device, FakeStream]:
+    def _currents(self):
         if not hasattr(self._local, "streams"):
             self._local.streams = {}
         streams: dict[torch.device, FakeStream] = self._local.streams
         return streams
 
-    def default_stream(self, device: Any = None) -> FakeStream:
+    def default_stream(self, device=None):
         device = self.indexed(device)
         with self.lock:
             return self._defaults.get(device) or self._defaults.setdefault(device, FakeStream(device))
 
-    def current_stream(self, device: Any = None) -> FakeStream:
+    def current_stream(self, device=None):
         return self._currents().get(self.indexed(device)) or self.default_stream(device)
 
     @contextlib.contextmanager
-    def stream(self, stream: FakeStream | None) -> Iterator[None]:
+    def stream(self, stream):
         """Replace torch.cuda.stream."""
         if stream is None:
             yield
@@ -318,7 +318,7 @@ class CudaRecorder:
         finally:
             self._currents()[stream.device], self._local.index = before, index
 
-    def _synchronize(self, device: Any = None) -> None:
+    def _synchronize(self, device=None):
         device, clock = self.indexed(device), Clock()
         for stream in self.streams:
             if stream.device == device:
@@ -327,52 +327,50 @@ class CudaRecorder:
 
     # Happens-before.
 
-    def record(self, kind: str, name: str, stream: FakeStream | None = None) -> str:
+    def record(self, kind, name, stream=None):
         """Append to the log; return the call site."""
         self._free_unused()
         site, line = _call_site()
         self.log.append(Happening(kind, name, stream, site))
         return f"{site} (line {line})"
 
-    def host_waits(self, what: str, clock: Clock) -> None:
+    def host_waits(self, what, clock):
         """Let the host, and everything that it queues later, come after `clock`."""
         with self.lock:
             self.record("wait", what)
             self.waits[self.log[-1].site] += 1
             _join(self._host, clock)
 
-    def asked(self, clock: Clock) -> bool:
+    def asked(self, clock):
         """Answer `query`; a True shows the host what `synchronize` would."""
         with self.lock:
             if not self.busy:
                 _join(self._host, clock)
         return not self.busy
 
-    def host_reads(self, tensor: Tensor) -> None:
+    def host_reads(self, tensor):
         """State that the host reads a tensor in memory of the host, such as through its numpy array."""
         self._touch_on_host(self.memory_of(tensor), writes=False, name="read", site="host read")
 
-    def host_writes(self, tensor: Tensor) -> None:
+    def host_writes(self, tensor):
         """State that the host writes to a tensor in memory of the host, such as through its numpy array."""
         self._touch_on_host(self.memory_of(tensor), writes=True, name="write", site="host write")
 
-    def check(self) -> None:
+    def check(self):
         """Raise AssertionError with all problems."""
         with self.lock:
             self._free_unused()
         assert not self.problems, "\n".join(["the order of streams has problems:", *self.problems])
 
-    def sites(self, kind: str) -> list[str]:
+    def sites(self, kind):
         """Return the names of the log's entries of a kind, in program order."""
         return [happening.name for happening in self.log if happening.kind == kind]
 
-    def device_of(self, tensor: Tensor) -> torch.device:
+    def device_of(self, tensor):
         """Return a tensor's recorded device."""
         return self.memory_of(tensor).device
 
-    def memory_of(
-        self, tensor: Tensor, device: torch.device = HOST, owner: FakeStream | None = None, site: str = ""
-    ) -> _Memory:
+    def memory_of(self, tensor, device=HOST, owner=None, site=""):
         """Return what is recorded of a tensor's storage, by default that it is on the host."""
         storage = tensor.untyped_storage()
         with self.lock:
@@ -384,19 +382,19 @@ class CudaRecorder:
                     self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             return memory
 
-    def is_pinned(self, memory: _Memory) -> bool:
+    def is_pinned(self, memory):
         return (
             memory.pinned
             or not memory.size
             or any(begin <= memory.begin < begin + size for begin, size in list(self._registered.items()))
         )
 
-    def _record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
+    def _record_stream(self, tensor, stream):
         with self.lock:
             self.record("record_stream", "record_stream", stream)
             self.memory_of(tensor).recorded.add(stream)
 
-    def _free_unused(self) -> None:
+    def _free_unused(self):
         """Check storages that were freed since the last call: their memory goes to the stream that allocated it."""
         expired = torch.UntypedStorage._expired  # as `StorageWeakRef.expired`, which takes longer, for each storage
         for key in [key for key, memory in self._memories.items() if expired(memory.reference.cdata)]:
@@ -416,12 +414,12 @@ class CudaRecorder:
                         f"since {site}: call record_stream, or let {memory.owner} wait"
                     )
 
-    def _launch(self, stream: FakeStream) -> int:
+    def _launch(self, stream):
         _join(stream.clock, self._host)
         stream.clock[stream] = stream.clock.get(stream, 0) + 1
         return stream.clock[stream]
 
-    def _touch(self, memory: _Memory, stream: FakeStream, count: int, *, writes: bool, name: str, site: str) -> None:
+    def _touch(self, memory, stream, count, *, writes, name, site):
         """Record an access by an operation of a stream, and check that it comes after those that it must."""
         if memory.write is not None and stream.clock.get(memory.write[0], 0) < memory.write[1]:
             verb = "writes" if writes else "reads"
@@ -440,7 +438,7 @@ class CudaRecorder:
             memory.reads[stream] = (count, site)
         memory.used[stream] = (count, site)
 
-    def _touch_on_host(self, memory: _Memory, *, writes: bool, name: str, site: str) -> None:
+    def _touch_on_host(self, memory, *, writes, name, site):
         if memory.device.type == "cuda":
             return
         with self.lock:
@@ -458,7 +456,7 @@ class CudaRecorder:
 
     # What the modes report.
 
-    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operate(self, func, args, kwargs):
         """Run an operation of aten and record what it reads and writes, on the current stream of its device."""
         name = func.overloadpacket.__name__
         reads, writes, views = _accesses(func, args, kwargs)
@@ -482,7 +480,7 @@ class CudaRecorder:
                 self._run_on_device(name, device, reads, writes, fresh, args)
         return result
 
-    def _moves(self, name: str, args: tuple[Any, ...], result: Any) -> list[tuple[Tensor, Tensor, torch.device]]:
+    def _moves(self, name, args, result):
         """Return source, destination and target device of each copy between devices that an operation is."""
         target = getattr(self._local, "target", None)
         if name in {"_to_copy", "to"} and target is not None and target != self.device_of(args[0]):
@@ -498,7 +496,7 @@ class CudaRecorder:
             if self.device_of(destination) != self.device_of(source)
         ]
 
-    def _device_of_operation(self, name: str, inputs: list[Tensor]) -> torch.device:
+    def _device_of_operation(self, name, inputs):
         """Return where an operation runs. A tensor of one number on the host goes with any device."""
         target, inherited = getattr(self._local, "target", None), getattr(self._local, "inherited", HOST)
         if not inputs or (target is not None and (name.endswith("_like") or name.startswith("new_"))):
@@ -511,9 +509,7 @@ class CudaRecorder:
             raise RuntimeError(f"Expected all tensors to be on the same device, but found {sorted(map(str, sized))}")
         return on_device[0] if on_device else HOST
 
-    def _run_on_host(
-        self, name: str, reads: list[Tensor], writes: list[Tensor], fresh: list[Tensor], *, pinned: bool
-    ) -> None:
+    def _run_on_host(self, name, reads, writes, fresh, *, pinned):
         site = _call_site()[0] if reads or writes else ""
         for tensor in reads:
             self._touch_on_host(self.memory_of(tensor), writes=False, name=name, site=site)
@@ -522,15 +518,7 @@ class CudaRecorder:
         for tensor in fresh:
             self.memory_of(tensor).pinned |= pinned
 
-    def _run_on_device(
-        self,
-        name: str,
-        device: torch.device,
-        reads: list[Tensor],
-        writes: list[Tensor],
-        fresh: list[Tensor],
-        args: tuple[Any, ...],
-    ) -> None:
+    def _run_on_device(self, name, device, reads, writes, fresh, args):
         stream = self.current_stream(device)
         site = self.record("op", name, stream)
         count = self._launch(stream)
@@ -550,7 +538,7 @@ class CudaRecorder:
         if name in _WAITING or uploads:
             self.host_waits(name, stream.clock)
 
-    def _copy(self, source: Tensor, destination: Tensor, target: torch.device, *, non_blocking: bool) -> None:
+    def _copy(self, source, destination, target, *, non_blocking):
         """Record a copy between the host and a device, or between devices, on the current stream of the device."""
         origin = self.memory_of(source)
         device = target if target.type == "cuda" else origin.device
@@ -572,7 +560,7 @@ class CudaRecorder:
             self.host_waits(f"copy {name}", stream.clock)
 
     @contextlib.contextmanager
-    def targeting(self, target: torch.device | None, inherited: torch.device) -> Iterator[None]:
+    def targeting(self, target, inherited):
         """Let fresh tensors of operations in the block be on `target`, or without inputs on `inherited`."""
         local = self._local
         before = getattr(local, "target", None), getattr(local, "inherited", HOST)
@@ -586,22 +574,22 @@ class CudaRecorder:
 class _Dispatch(TorchDispatchMode):
     """Reports operations of aten, those of the backward pass too."""
 
-    def __init__(self, recorder: CudaRecorder) -> None:
+    def __init__(self, recorder):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self._recorder.operate(func, args, dict(kwargs or {}))
 
 
 class _Functions(TorchFunctionMode):
     """Answers what a CPU build cannot: devices in arguments, moves, pinning, and `Tensor.device`."""
 
-    def __init__(self, recorder: CudaRecorder) -> None:
+    def __init__(self, recorder):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, recorder = dict(kwargs or {}), self._recorder
         name = getattr(func, "__name__", "")
         name = func.__self__.__name__ if name == "__get__" else name
@@ -628,24 +616,24 @@ class _Functions(TorchFunctionMode):
             recorder.memory_of(result).pinned = True
         return result
 
-    def _device(self, _func: Any, args: Any, _kwargs: Any) -> Any:
+    def _device(self, _func, args, _kwargs):
         return self._recorder.device_of(args[0])
 
-    def _is_cuda(self, _func: Any, args: Any, _kwargs: Any) -> Any:
+    def _is_cuda(self, _func, args, _kwargs):
         return self._recorder.device_of(args[0]).type == "cuda"
 
-    def _is_cpu(self, _func: Any, args: Any, _kwargs: Any) -> Any:
+    def _is_cpu(self, _func, args, _kwargs):
         return self._recorder.device_of(args[0]).type == "cpu"
 
-    def _get_device(self, _func: Any, args: Any, _kwargs: Any) -> Any:
+    def _get_device(self, _func, args, _kwargs):
         device = self._recorder.device_of(args[0])
         return device.index if device.type == "cuda" else -1
 
-    def _is_pinned(self, _func: Any, args: Any, _kwargs: Any) -> Any:
+    def _is_pinned(self, _func, args, _kwargs):
         memory = self._recorder.memory_of(args[0])
         return bool(memory.size) and self._recorder.is_pinned(memory)  # memory of no bytes is never pinned
 
-    def _pin_memory(self, _func: Any, args: Any, _kwargs: Any) -> Any:
+    def _pin_memory(self, _func, args, _kwargs):
         memory = self._recorder.memory_of(args[0])
         if memory.device.type != "cpu":
             raise RuntimeError(f"cannot pin {args[0].type()}: only dense CPU tensors can be pinned")
@@ -655,7 +643,7 @@ class _Functions(TorchFunctionMode):
         self._recorder.memory_of(pinned).pinned = True
         return pinned
 
-    def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _to(self, func, args, kwargs):
         tensor, rest = args[0], args[1:]
         copies = kwargs.pop("copy", False)
         if rest and isinstance(rest[0], Tensor):
@@ -665,20 +653,20 @@ class _Functions(TorchFunctionMode):
             device, dtype, non_blocking, layout = torch._C._nn._parse_to(*rest, **kwargs)
         return self._moved(tensor, device, dtype, layout, non_blocking=non_blocking, copies=copies)
 
-    def _cuda(self, _func: Any, args: Any, kwargs: Any) -> Any:
+    def _cuda(self, _func, args, kwargs):
         device = args[1] if len(args) > 1 else kwargs.get("device")
         non_blocking = kwargs.get("non_blocking", False)
         return self._moved(args[0], self._recorder.indexed(device), None, None, non_blocking=non_blocking, copies=False)
 
-    def _cpu(self, _func: Any, args: Any, _kwargs: Any) -> Any:
+    def _cpu(self, _func, args, _kwargs):
         return self._moved(args[0], HOST, None, None, non_blocking=False, copies=False)
 
-    def _tolist(self, _func: Any, args: Any, _kwargs: Any) -> Any:
+    def _tolist(self, _func, args, _kwargs):
         tensor = self._cpu(None, args, {})
         self._recorder.host_reads(tensor)
         return tensor.tolist()
 
-    def _numpy(self, _func: Any, args: Any, kwargs: Any) -> Any:
+    def _numpy(self, _func, args, kwargs):
         memory = self._recorder.memory_of(args[0])
         if memory.device.type == "cuda":
             if not kwargs.get("force"):
@@ -687,12 +675,10 @@ class _Functions(TorchFunctionMode):
         self._recorder.host_reads(args[0])
         return NotImplemented
 
-    def _array(self, _func: Any, args: Any, _kwargs: Any) -> Any:
+    def _array(self, _func, args, _kwargs):
         return self._numpy(_func, args, {})
 
-    def _moved(
-        self, tensor: Tensor, device: Any, dtype: Any, layout: Any, *, non_blocking: bool, copies: bool
-    ) -> Tensor:
+    def _moved(self, tensor, device, dtype, layout, *, non_blocking, copies):
         here = self._recorder.device_of(tensor)
         target = here if device is None else self._recorder.indexed(device)
         options = {"memory_format": layout} if layout is not None else {}
@@ -703,7 +689,7 @@ class _Functions(TorchFunctionMode):
             )
 
 
-def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], ...]:
+def _accesses(func, args, kwargs):
     """Return the tensors that an operation reads, those that it writes, and those that it may return views of."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
@@ -715,7 +701,7 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 @functools.cache
-def _parameters(func: Any) -> list[tuple[str, str]]:
+def _parameters(func):
     """Return the name of each argument of an operation, and what the operation does with it."""
     return [
         (each.name, "read" if each.alias_info is None else "write" if each.alias_info.is_write else "view")
@@ -723,7 +709,7 @@ def _parameters(func: Any) -> list[tuple[str, str]]:
     ]
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value):
     """Return the tensors with one storage in arguments or a result, in order.
 
     They are in lists, tuples and mappings, which torch's own walk takes four times as long for.
@@ -741,23 +727,23 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+def _argument(func, args, kwargs, name):
     """Return an operation's argument, which may be given by position; None without one."""
     position = [each for each, _ in _parameters(func)].index(name)
     return args[position] if position < len(args) else kwargs.get(name)
 
 
-def _plain(tensor: Tensor) -> bool:
+def _plain(tensor):
     """Return whether a tensor has one storage in memory."""
     return tensor.layout is torch.strided and not tensor.is_meta
 
 
-def _join(clock: Clock, other: Clock) -> None:
+def _join(clock, other):
     for stream, count in other.items():
         clock[stream] = max(clock.get(stream, 0), count)
 
 
-def _call_site() -> tuple[str, int]:
+def _call_site():
     """Return the file and function of the innermost frame of the code under test, and its line."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
@@ -767,6 +753,6 @@ def _call_site() -> tuple[str, int]:
 
 
 @functools.cache
-def _shown(file: str, folder: str) -> str:
-    path = Path(file)
+def _shown(file, folder):
+    path = Path(file).resolve()  # by way of a link in `anabranch/`
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name

@@ -4,14 +4,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Any
 
-from ingest.__main__ import main
-from ingest.backfill.row_decoder import RowDecoder
-from ingest.formats.base import Decoded
-from ingest.formats.json import JsonFormat
-from ingest.worker import decoding_limits
+from anabranch.ingest.__main__ import main
+from anabranch.ingest.backfill.row_decoder import RowDecoder
+from anabranch.ingest.formats.json import JsonFormat
+from anabranch.ingest.worker import decoding_limits
 
 CRASH, ENDLESS = b'{"x": "crash"}', b'{"x": "endless"}'
 FATAL_ROW = 777
@@ -19,7 +16,7 @@ FATAL_ROW = 777
 _sound, _sound_rows = JsonFormat.decode, RowDecoder.decode
 
 
-def _decode(self: JsonFormat, values: Sequence[bytes], headers: Any = ()) -> Decoded:
+def _decode(self, values, headers=()):
     if CRASH in values:
         os.kill(os.getpid(), signal.SIGKILL)
     if ENDLESS in values:
@@ -27,7 +24,7 @@ def _decode(self: JsonFormat, values: Sequence[bytes], headers: Any = ()) -> Dec
     return _sound(self, values, headers)
 
 
-def _decode_rows(self: RowDecoder, table: Any) -> Decoded:
+def _decode_rows(self, table):
     if FATAL_ROW in (row[0] for row in table.column("x").to_pylist()):
         os.kill(os.getpid(), signal.SIGKILL)
     return _sound_rows(self, table)

@@ -2,17 +2,12 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    import torch
-
 
 @pytest.fixture(params=["recorded", pytest.param("real", marks=pytest.mark.gpu)])
-def cuda(request: pytest.FixtureRequest) -> Iterator["torch.device"]:
+def cuda(request):
     """A CUDA device. Each test runs twice: on a real one, and on a CPU under `CudaRecorder`."""
     import torch
 
@@ -26,9 +21,9 @@ def cuda(request: pytest.FixtureRequest) -> Iterator["torch.device"]:
 
 
 @pytest.fixture(scope="module")
-def packages_of_pretrained() -> None:
+def packages_of_pretrained():
     """Import, before a recorder starts, what asks for a device when it is imported, as far as it is installed."""
-    from learner.model.base_precision import stay_offline
+    from anabranch.learner.model.base_precision import stay_offline
 
     stay_offline()
     for name in ("peft", "bitsandbytes"):
@@ -36,7 +31,7 @@ def packages_of_pretrained() -> None:
             importlib.import_module(name)
 
 
-def rtol(dtype: "torch.dtype", steps: int = 1) -> float:
+def rtol(dtype, steps=1):
     """Return the relative tolerance for results of two devices after some steps of training in float32 or float64.
 
     Each step sums in another order and with other fused multiplications, which changes a few units of least precision;

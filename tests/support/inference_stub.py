@@ -3,11 +3,12 @@
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from tests.support import http_server
 
 HEADER = "Inference-Header-Content-Length"
 
@@ -15,7 +16,7 @@ HEADER = "Inference-Header-Content-Length"
 class Reply:
     """An answer: a status, a body (JSON unless it is bytes), and headers."""
 
-    def __init__(self, body: Any, status: int = 200, **headers: str) -> None:
+    def __init__(self, body, status=200, **headers):
         self.status = status
         self.content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -24,7 +25,7 @@ class Reply:
 class InferenceStub:
     """A model with the input `x` and the output `probabilities` of two classes."""
 
-    def __init__(self, *, binary: bool = False) -> None:
+    def __init__(self, *, binary=False):
         self.url = ""
         self.binary = binary
         self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
@@ -37,11 +38,11 @@ class InferenceStub:
         """Returns the reply to a request for events with these features."""
         self.ended = threading.Event()
 
-    def answer(self, x: np.ndarray[Any, Any]) -> Reply:
+    def answer(self, x):
         """Class 1 has the probability of the first feature."""
         return self.reply(np.stack([1 - x[:, 0], x[:, 0]], axis=1))
 
-    def reply(self, values: np.ndarray[Any, Any], datatype: str = "FP32", shape: list[int] | None = None) -> Reply:
+    def reply(self, values, datatype="FP32", shape=None):
         output: dict[str, Any] = {"name": "probabilities", "datatype": datatype, "shape": shape or list(values.shape)}
         if not self.binary:
             output["data"] = [None if np.isnan(value) else value for value in values.reshape(-1).tolist()]
@@ -51,7 +52,7 @@ class InferenceStub:
         head = json.dumps({"model_name": "m", "outputs": [output]}).encode()
         return Reply(head + content, **{HEADER.replace("-", "_"): str(len(head))})
 
-    def handle(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply:
+    def handle(self, method, path, headers, body):
         self.requests.append((method, path, headers, body))
         if path == "/v2":
             return Reply({"name": "stub", "extensions": ["binary_tensor_data"] if self.binary else []})
@@ -66,37 +67,22 @@ class InferenceStub:
 
 
 @contextlib.contextmanager
-def serving(stub: InferenceStub) -> Iterator[InferenceStub]:
+def serving(stub):
     """Serve a stub on a free port of loopback, and set its URL."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Answering(http_server.Handler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             size = int(self.headers.get("Content-Length", 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            with contextlib.suppress(OSError):  # the client has given up
-                reply = stub.handle(self.command, self.path, headers, self.rfile.read(size))
-                self.send_response(reply.status)
-                for name, value in {"Content-Length": str(len(reply.content)), **reply.headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(reply.content)
+            reply = stub.handle(self.command, self.path, headers, self.rfile.read(size))
+            self.reply(reply.content, reply.status, **reply.headers)
 
         do_POST = do_GET
 
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 the name is the base class's
-            """Log nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    stub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield stub
-    finally:
-        stub.ended.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_server.serving(Answering) as stub.url:
+        try:
+            yield stub
+        finally:
+            stub.ended.set()

@@ -7,11 +7,9 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +22,6 @@ from anabranch.core.errors import AnabranchError
 from anabranch.runtime.embedded_broker import EmbeddedBroker
 from tests.support.ports import first_free_port, free_ports
 from tests.support.processes import PATIENCE_SECONDS, skip_or_fail, start_bound
-from tests.support.tls import CertificateFactory
 
 START = "ANABRANCH_TEST_KAFKA_START"
 IMAGE = "apache/kafka:4.1.0"
@@ -64,29 +61,29 @@ class SaslBroker:
 class RestartableBroker:
     """A broker that a test may kill, and start again on the same files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
         self._ports = free_ports(2)
         self._stack = contextlib.ExitStack()
         self.bootstrap = f"127.0.0.1:{self._ports[0]}"
 
-    def start(self) -> None:
+    def start(self):
         """Start the broker, and wait until it answers."""
         self._process = self._stack.enter_context(_started(self._folder, self._ports[0], [], self.bootstrap))
 
-    def kill(self) -> None:
+    def kill(self):
         """SIGKILL the broker and its children."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._stack.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quiet_kafka() -> None:
+def _quiet_kafka():
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
 
 
 @pytest.fixture
-def kafka(_session_kafka: SessionBroker) -> Iterator[SessionBroker]:
+def kafka(_session_kafka):
     """The broker of the session: started by START's command, else Apache Kafka in Docker, else the embedded broker.
 
     All topics are deleted after each test: the embedded broker writes its whole contents after each change.
@@ -98,7 +95,7 @@ def kafka(_session_kafka: SessionBroker) -> Iterator[SessionBroker]:
 
 
 @pytest.fixture(scope="session")
-def _session_kafka() -> Iterator[SessionBroker]:
+def _session_kafka():
     with contextlib.ExitStack() as stack:
         if os.environ.get(START):
             ports = free_ports(2)
@@ -117,7 +114,7 @@ def _session_kafka() -> Iterator[SessionBroker]:
 
 
 @pytest.fixture(scope="session")
-def sasl_kafka() -> Iterator[SaslBroker]:
+def sasl_kafka():
     """A broker with SASL/PLAIN. Only START's broker supports it; without START the test is skipped, also in CI."""
     if not os.environ.get(START):
         pytest.skip(f"{START} is not set, and the other brokers have no SASL listener")
@@ -138,7 +135,7 @@ def sasl_kafka() -> Iterator[SaslBroker]:
 
 
 @pytest.fixture
-def guarded_kafka(certificate: CertificateFactory, tmp_path: Path) -> Iterator[GuardedBroker]:
+def guarded_kafka(certificate, tmp_path):
     """A broker with SCRAM and TLS. Only START's broker supports them; without START the test is skipped, also in CI."""
     if not os.environ.get(START):
         pytest.skip(f"{START} is not set, and the other brokers have neither SCRAM nor TLS")
@@ -164,7 +161,7 @@ def guarded_kafka(certificate: CertificateFactory, tmp_path: Path) -> Iterator[G
 
 
 @pytest.fixture
-def mortal_kafka() -> Iterator[RestartableBroker]:
+def mortal_kafka():
     """A broker that can be killed. It requires START; without START the test is skipped, also in CI."""
     if not os.environ.get(START):
         pytest.skip(f"{START} is not set, and the other brokers cannot be killed")
@@ -178,7 +175,7 @@ def mortal_kafka() -> Iterator[RestartableBroker]:
 
 
 @contextlib.contextmanager
-def _started_in_new_folder(port: int, properties: Sequence[str], bootstrap: str) -> Iterator[None]:
+def _started_in_new_folder(port, properties, bootstrap):
     """Run START's command in a temporary folder, which is removed afterwards."""
     with (
         tempfile.TemporaryDirectory(prefix="anabranch-kafka-", ignore_cleanup_errors=True) as folder,
@@ -188,7 +185,7 @@ def _started_in_new_folder(port: int, properties: Sequence[str], bootstrap: str)
 
 
 @contextlib.contextmanager
-def _started(folder: Path, port: int, properties: Sequence[str], bootstrap: str) -> Iterator[subprocess.Popen[bytes]]:
+def _started(folder, port, properties, bootstrap):
     """Run START's command in a new session, and kill all of that session afterwards."""
     log = folder / "log"
     log.unlink(missing_ok=True)
@@ -209,7 +206,7 @@ def _started(folder: Path, port: int, properties: Sequence[str], bootstrap: str)
             process.wait()
 
 
-def _wait_until_it_answers(bootstrap: str, process: subprocess.Popen[bytes] | None, log: Path | None) -> None:
+def _wait_until_it_answers(bootstrap, process, log):
     host, _, port = bootstrap.rpartition(":")
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -225,7 +222,7 @@ def _wait_until_it_answers(bootstrap: str, process: subprocess.Popen[bytes] | No
         time.sleep(0.1)
 
 
-def _docker_answers() -> bool:
+def _docker_answers():
     import docker
     from docker.errors import DockerException
 
@@ -242,7 +239,7 @@ def _docker_answers() -> bool:
 
 
 @contextlib.contextmanager
-def _container() -> Iterator[str]:
+def _container():
     from testcontainers.core.container import DockerContainer
 
     port = first_free_port()

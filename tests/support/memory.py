@@ -2,11 +2,10 @@
 
 import contextlib
 import tracemalloc
-from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def python_memory() -> Iterator[Callable[[], int]]:
+def python_memory():
     """Yield what returns the most bytes of objects that the block had at once, besides those of before."""
     tracemalloc.start()
     try:

@@ -7,13 +7,13 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+
+from tests.support.http_server import Handler, serving
 
 _ROOT = "/api/2.0/mlflow/"
 
@@ -42,15 +42,15 @@ class MlflowServer:
     versions: list[dict[str, Any]] = field(default_factory=list)
     aliases: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def tags(self, index: int) -> dict[str, str]:
+    def tags(self, index):
         """Return the tags of a model version."""
         return {each["key"]: each["value"] for each in self.versions[index]["tags"]}
 
-    def metrics(self, run: str) -> dict[str, float]:
+    def metrics(self, run):
         """Return the metrics of a run."""
         return {each["key"]: each["value"] for each in self.runs[run]["metrics"]}
 
-    def answer(self, path: str, given: dict[str, Any]) -> tuple[int, Any]:
+    def answer(self, path, given):
         """Return status and content."""
         match path:
             case "experiments/get-by-name":
@@ -81,7 +81,7 @@ class MlflowServer:
                 return self._answer_of_versions(path, given)
         return 404, _error("ENDPOINT_NOT_FOUND")
 
-    def _answer_of_runs(self, path: str, given: dict[str, Any]) -> tuple[int, Any]:
+    def _answer_of_runs(self, path, given):
         match path:
             case "runs/create":
                 number = f"run{len(self.runs)}"
@@ -102,7 +102,7 @@ class MlflowServer:
                 return 200, {"run_info": self.runs[given["run_id"]]["info"]}
         return 404, _error("ENDPOINT_NOT_FOUND")
 
-    def _answer_of_versions(self, path: str, given: dict[str, Any]) -> tuple[int, Any]:
+    def _answer_of_versions(self, path, given):
         match path:
             case "model-versions/create":
                 if given["source"] in self.refuses:
@@ -118,29 +118,29 @@ class MlflowServer:
                 return 200, {}
         return 404, _error("ENDPOINT_NOT_FOUND")
 
-    def _run(self, number: str) -> dict[str, Any]:
+    def _run(self, number):
         run = self.runs[number]
         return {"info": run["info"], "data": {"tags": run["tags"], "metrics": run["metrics"]}}
 
 
-def _error(code: str) -> dict[str, str]:
+def _error(code):
     return {"error_code": code, "message": "as the test says"}
 
 
 @contextlib.contextmanager
-def mlflow_server() -> Iterator[MlflowServer]:
+def mlflow_server():
     """Run a server on a free port of 127.0.0.1."""
     mlflow = MlflowServer()
     mlflow.go_on.set()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._reply(dict(parse_qsl(urlsplit(self.path).query)))
+    class Answering(Handler):
+        def do_GET(self):
+            self._answer(dict(parse_qsl(urlsplit(self.path).query)))
 
-        def do_POST(self) -> None:
-            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        def do_POST(self):
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
-        def _reply(self, given: dict[str, Any]) -> None:
+        def _answer(self, given):
             path = urlsplit(self.path).path.removeprefix(_ROOT)
             mlflow.asked.set()
             mlflow.go_on.wait()
@@ -148,37 +148,18 @@ def mlflow_server() -> Iterator[MlflowServer]:
                 return
             mlflow.requests.append(path)
             status, answer = (mlflow.status, _error(mlflow.error)) if mlflow.status else mlflow.answer(path, given)
-            if mlflow.lost == len(mlflow.requests) - 1:
-                return
-            body = json.dumps(answer).encode()
-            with contextlib.suppress(OSError):
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+            if mlflow.lost != len(mlflow.requests) - 1:
+                self.reply(json.dumps(answer).encode(), status, Content_Type="application/json")
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-    server = Server(("127.0.0.1", 0), Handler)
-    mlflow.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield mlflow
-    finally:
-        mlflow.go_on.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Answering) as mlflow.url:
+        try:
+            yield mlflow
+        finally:
+            mlflow.go_on.set()
 
 
 @pytest.fixture
-def mlflow() -> Iterator[MlflowServer]:
+def mlflow():
     """An MLflow server on this host."""
     with mlflow_server() as running:
         yield running

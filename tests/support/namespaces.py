@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ _PROGRAM = "ip"
 class NetworkOfHosts:
     """Hosts 0, 1 and so on; those that are cut off neither send nor receive, without an error."""
 
-    def __init__(self, stack: contextlib.ExitStack, hosts: int) -> None:
+    def __init__(self, stack, hosts):
         self._prefix = f"ab{os.getpid()}"
         self.addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
         self._switch = f"{self._prefix}-switch"
@@ -36,16 +35,16 @@ class NetworkOfHosts:
             _ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge")
             self.restore(host)
 
-    def cut_off(self, host: int) -> None:
+    def cut_off(self, host):
         """Take the cable of a host off the bridge."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "down")
 
-    def restore(self, host: int) -> None:
+    def restore(self, host):
         """Undo `cut_off`."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "up")
 
     @contextlib.contextmanager
-    def inside(self, host: int) -> Iterator[None]:
+    def inside(self, host):
         """Be on a host: for sockets, threads and processes that this thread makes in the block."""
         with Path("/proc/thread-self/ns/net").open() as before:
             with Path(f"/var/run/netns/{self._name(host)}").open() as there:
@@ -55,11 +54,11 @@ class NetworkOfHosts:
             finally:
                 enter_network(before.fileno())
 
-    def _name(self, host: int) -> str:
+    def _name(self, host):
         return f"{self._prefix}-{host}"
 
 
-def network_of_hosts(stack: contextlib.ExitStack, hosts: int) -> NetworkOfHosts:
+def network_of_hosts(stack, hosts):
     """Return so many hosts; skip the test for users other than root, and elsewhere as `skip_or_fail`."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("network namespaces need Linux and root; .ci/run runs this test by sudo too")
@@ -70,5 +69,5 @@ def network_of_hosts(stack: contextlib.ExitStack, hosts: int) -> NetworkOfHosts:
         skip_or_fail(f"root cannot make network namespaces here; they need CAP_SYS_ADMIN and the program ip: {said}")
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments):
     subprocess.run([_PROGRAM, *arguments], check=True, capture_output=True, text=True)

@@ -3,14 +3,14 @@
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from learner.device_health.nvml import Nvml
+from anabranch.learner.device.nvml import Nvml
+from anabranch.learner.device.reading import Reading
 
-SOURCE = Path(__file__).parent.parent / "learner" / "device_health" / "fake_nvml.c"
+SOURCE = Path(__file__).parent.parent / "learner" / "device" / "fake_nvml.c"
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 OTHER = "GPU-66666666-7777-8888-9999-000000000000"
 WELL = (
@@ -20,6 +20,18 @@ WELL = (
     " remapped_corrected=0 remapped_uncorrected=0 remap_pending=0 remap_failed=0 recovery=0"
 )
 """A device at work that is well: its counters began before the process."""
+
+
+def reading(time, **values):
+    """Return a reading by names such as `power` or `ecc_errors.corrected`; None is not known."""
+    fields = {}
+    for name, value in values.items():
+        field, _, key = name.partition(".")
+        if key and value is not None:
+            fields.setdefault(field, {})[key] = value
+        elif not key:
+            fields[field] = value
+    return Reading(time=time, **fields)
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +56,7 @@ def fake_nvml(fake_library, tmp_path, monkeypatch):
     if pynvml.nvmlLib is not None and pynvml.nvmlLib._handle != library._handle:
         pytest.skip("the NVML of a driver is loaded in this process")
 
-    def start(ticks: Iterable[str] = (), uuids: Iterable[str] = (UUID,), well: str = WELL, at_start: str = "") -> Nvml:
+    def start(ticks=(), uuids=(UUID,), well=WELL, at_start=""):
         path = tmp_path / "script"
         first = " ".join(f"{index}:{pair}" for index, _ in enumerate(uuids) for pair in well.split())
         with path.open("w") as file:

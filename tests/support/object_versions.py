@@ -5,26 +5,25 @@ from datetime import timedelta
 
 import msgspec
 
-from anabranch.core.object_store.bucket import Bucket
-from learner.object_storage.head import BucketHead, folder_path
-from learner.object_storage.lease import Lease
-from learner.state_dir.folders import MANIFEST
-from learner.state_dir.version import VERDICT, Verdict, Versions
+from anabranch.learner.object_storage.head import folder_path
+from anabranch.learner.object_storage.lease import Lease
+from anabranch.learner.state_dir.folders import MANIFEST
+from anabranch.learner.versions.format import VERDICT
 
 
 class VersionUploader:
     """Copies versions of a directory into an object store: files, manifest, then the head."""
 
-    def __init__(self, bucket: Bucket, versions: Versions) -> None:
+    def __init__(self, bucket, versions):
         self.bucket = bucket
         self.versions = versions
         self.lease = Lease(bucket, timedelta(seconds=20), "learner")
-        self.lease.take(0)
+        self.lease.acquire(0)
 
-    def path(self, number: int, name: str) -> str:
+    def path(self, number, name):
         return f"{folder_path('versions', number, self.lease.head.versions[number])}/{name}"
 
-    def upload(self, *numbers: int) -> None:
+    def upload(self, *numbers):
         """Upload versions, and list them all at once."""
         generation, verdicts = self.lease.generation, {}
         for number in numbers:
@@ -33,13 +32,13 @@ class VersionUploader:
                 self.bucket.write(f"{folder}/{name}", files.read(name))
             verdicts[number] = hashlib.sha256(files.read(VERDICT)).hexdigest()
 
-        def listed(head: BucketHead) -> BucketHead:
+        def listed(head):
             versions = {**head.versions, **dict.fromkeys(numbers, generation)}
             return msgspec.structs.replace(head, versions=versions, verdicts={**head.verdicts, **verdicts})
 
         self.lease.update(listed)
 
-    def judge(self, number: int, verdict: Verdict) -> None:
+    def judge(self, number, verdict):
         """Replace a verdict."""
         content = msgspec.json.encode(verdict)
         digest = hashlib.sha256(content).hexdigest()
@@ -48,7 +47,7 @@ class VersionUploader:
             lambda head: msgspec.structs.replace(head, verdicts={**head.verdicts, number: digest}),
         )
 
-    def delete(self, *numbers: int) -> None:
+    def delete(self, *numbers):
         """Delete versions, the head first."""
         paths = [path for number in numbers for path in self.bucket.sizes(self.path(number, "").rstrip("/"))]
         self.lease.update(

@@ -16,22 +16,20 @@ _LAUNCH_NOTHING = {
 class Operations(TorchDispatchMode):
     """Counts operations by name while the block runs, except those that launch nothing on a device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Count one operation."""
         operation: Callable[..., Any] = func
         self.counts[func.overloadpacket.__name__] += func.overloadpacket.__name__ not in _LAUNCH_NOTHING
         return operation(*args, **(kwargs or {}))
 
     @property
-    def total(self) -> int:
+    def total(self):
         """All operations so far."""
         return self.counts.total()
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"{self.total} operations: {dict((+self.counts).most_common())}"

@@ -4,7 +4,6 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
 
 import pytest
 
@@ -12,7 +11,7 @@ _PORTS = range(12_000, 32_000)
 _PORT_RANGES = 8
 
 
-def free_ports(count: int) -> range:
+def free_ports(count):
     """Return `count` consecutive free ports from the range of this pytest-xdist worker.
 
     The ranges are below the system's ephemeral ports, so neither a client's connection nor another worker's test takes
@@ -30,12 +29,12 @@ def free_ports(count: int) -> range:
     raise AssertionError(f"there are no {count} consecutive free ports")
 
 
-def first_free_port() -> int:
+def first_free_port():
     """Return one free port."""
     return free_ports(1)[0]
 
 
 @pytest.fixture
-def free_port() -> Callable[[], int]:
+def free_port():
     """Returns a free port: `free_port() -> int`."""
     return first_free_port

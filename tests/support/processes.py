@@ -4,9 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
 import pytest
 
@@ -16,7 +14,7 @@ from tests.support.ports import first_free_port
 PATIENCE_SECONDS = 60
 
 
-def start_bound(command: Sequence[str], log: Path, *, new_session: bool = False) -> subprocess.Popen[bytes]:
+def start_bound(command, log, *, new_session=False):
     """Start a command that writes to a log file and ends with the tests, also if they are killed.
 
     Closing its stdin ends it.
@@ -32,7 +30,7 @@ def start_bound(command: Sequence[str], log: Path, *, new_session: bool = False)
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Let torch compute with one thread: with models as small as those of tests, more only wait for each other."""
     import torch
 
@@ -42,7 +40,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def skip_or_fail(reason: str) -> NoReturn:
+def skip_or_fail(reason):
     """Skip the test because a service is not available; fail it under CI."""
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         pytest.fail(reason)
@@ -52,16 +50,14 @@ def skip_or_fail(reason: str) -> NoReturn:
 class PipelineWriter(Protocol):
     """Writes a pipeline into `tmp_path` and returns the path of its config; see `pipelines.write_pipeline`."""
 
-    def __call__(
-        self, bootstrap: str, topic: str, rest: str, model: str = ..., *, stream: str = ..., width: int = ...
-    ) -> Path: ...
+    def __call__(self, bootstrap, topic, rest, model=..., *, stream=..., width=...): ...
 
 
 @pytest.fixture
-def write_pipeline(tmp_path: Path) -> PipelineWriter:
+def write_pipeline(tmp_path):
     """Writes a pipeline: `write_pipeline(bootstrap, topic, rest, model=LINEAR, *, stream="", width=3) -> Path`."""
 
-    def write(bootstrap: str, topic: str, rest: str, model: str = pipelines.LINEAR, **more: Any) -> Path:
+    def write(bootstrap, topic, rest, model=pipelines.LINEAR, **more):
         status = f"127.0.0.1:{first_free_port()}"
         return pipelines.write_pipeline(tmp_path, bootstrap, topic, rest, model=model, status=status, **more)
 
@@ -69,7 +65,7 @@ def write_pipeline(tmp_path: Path) -> PipelineWriter:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interruptible() -> None:
+def _interruptible():
     """Let Ctrl-C end the tests' processes, also where a shell started the tests in the background and ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,17 +1,15 @@
 """Message classes made by protoc: what Anabranch's own reading of Protobuf schemas is compared with."""
 
 import base64
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 
-def compiled(text: str, imports: Mapping[str, str] | None = None) -> FileDescriptorSet:
+def compiled(text, imports=None):
     """Return what protoc makes of a file and its imports; the file itself is the last one."""
     from grpc_tools import protoc
 
@@ -27,18 +25,18 @@ def compiled(text: str, imports: Mapping[str, str] | None = None) -> FileDescrip
         return FileDescriptorSet.FromString(output.read_bytes())
 
 
-def pool_of(files: FileDescriptorSet) -> DescriptorPool:
+def pool_of(files):
     pool = DescriptorPool()
     for file in files.file:
         pool.Add(file)
     return pool
 
 
-def message_class(text: str, name: str, imports: Mapping[str, str] | None = None) -> Any:
+def message_class(text, name, imports=None):
     """Return the class of a message type, by its full name."""
     return GetMessageClass(pool_of(compiled(text, imports)).FindMessageTypeByName(name))
 
 
-def serialized(text: str, imports: Mapping[str, str] | None = None) -> str:
+def serialized(text, imports=None):
     """Return a file as a registry has it in its serialized form: its descriptor in base64."""
     return base64.b64encode(compiled(text, imports).file[-1].SerializeToString()).decode()

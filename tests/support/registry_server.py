@@ -6,19 +6,16 @@ Register schemas, then make confluent-kafka's serializers use it, or write messa
 import base64
 import contextlib
 import json
-import ssl
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.support.http_server import Handler, serving
 from tests.support.waiting import PATIENCE_SECONDS
 
 
@@ -61,9 +58,7 @@ class Registry:
     asked: threading.Event = field(default_factory=threading.Event)
     """Set by each request."""
 
-    def register(
-        self, subject: str, schema: Any, kind: str = "AVRO", references: list[dict[str, Any]] | None = None
-    ) -> int:
+    def register(self, subject, schema, kind="AVRO", references=None):
         """Add a version to a subject, and return its id."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         number = len(self.schemas) + 1
@@ -75,15 +70,15 @@ class Registry:
         self.subjects.setdefault(subject, []).append(number)
         return number
 
-    def guid(self, number: int) -> str:
+    def guid(self, number):
         """Return the GUID of a schema."""
         return str(self.schemas[number]["guid"])
 
-    def paths(self) -> list[str]:
+    def paths(self):
         """Return the path of each request, without its query."""
         return [path.partition("?")[0] for path, _ in self.requests]
 
-    def answer(self, path: str) -> tuple[int, Any]:
+    def answer(self, path):
         """Return status and content for a path."""
         parts = [unquote(part) for part in urlsplit(path).path.strip("/").split("/")]
         match parts:
@@ -108,7 +103,7 @@ class Registry:
                 return 200, {"subject": subject, "version": index, "id": number, **self.schemas[number]}
         return 404, {"error_code": 404, "message": "HTTP 404 Not Found"}
 
-    def allows(self, header: str | None) -> bool:
+    def allows(self, header):
         """Return whether an Authorization header is the one that is asked for."""
         if self.credentials is not None:
             return header == f"Basic {base64.b64encode(':'.join(self.credentials).encode()).decode()}"
@@ -116,15 +111,15 @@ class Registry:
 
 
 @contextlib.contextmanager
-def registry_server(certificate: tuple[Path, Path] | None = None, port: int = 0) -> Iterator[Registry]:
+def registry_server(certificate=None, port=0):
     """Run a registry on a free port of 127.0.0.1, with TLS where a certificate and its key are given."""
     registry = Registry()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Answering(Handler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True  # a body would wait 40 ms until the head is acknowledged
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             registry.requests.append((self.path, dict(self.headers)))
             registry.asked.set()
             faults = registry.faults
@@ -137,23 +132,15 @@ def registry_server(certificate: tuple[Path, Path] | None = None, port: int = 0)
                     self.wfile.write(faults.interim)
                     time.sleep(0.001)
             if faults.redirect is not None:
-                self.send_response(307)
-                self.send_header("Location", f"{faults.redirect}{self.path}")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                self.reply(b"", 307, Location=f"{faults.redirect}{self.path}")
                 return
             status, answer = registry.answer(self.path)
             if not registry.allows(self.headers.get("Authorization")):
                 status, answer = 401, {"error_code": 401, "message": "Unauthorized"}
             body = faults.body or b" " * faults.body_bytes + json.dumps(answer).encode()
-            with contextlib.suppress(OSError):  # the client closes when an answer is too long
-                self.send_response(faults.status or status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+            self.reply(body, faults.status or status, Content_Type="application/json")
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             """Register a schema under a subject, as serializers do."""
             registry.requests.append((self.path, dict(self.headers)))
             posted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -163,44 +150,19 @@ def registry_server(certificate: tuple[Path, Path] | None = None, port: int = 0)
                 known[0] if known else registry.register(subject, posted["schema"], posted.get("schemaType", "AVRO"))
             )
             body = json.dumps({"id": number, "version": 1, "subject": subject, **registry.schemas[number]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.reply(body, Content_Type="application/json")
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            pass  # a client that does not trust the certificate
-
-    server = Server(("127.0.0.1", port), Handler)
-    if certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    registry.url = f"{'https' if certificate else 'http'}://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving(Answering, port, certificate) as registry.url:
         yield registry
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+def registry(monkeypatch):
     """A Schema Registry on this host. It has one server, so it is asked at once again for an id that it lacks.
 
     Lookups wait long for it, as on a busy machine.
     """
-    monkeypatch.setattr("ingest.schema_registry.cache._AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr("ingest.schema_registry.cache._LONGEST_WAIT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("anabranch.ingest.schema_registry.cache._AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.ingest.schema_registry.cache._LONGEST_WAIT_SECONDS", PATIENCE_SECONDS)
     with registry_server() as running:
         yield running

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,12 +35,12 @@ class S3Prefix(NamedTuple):
     options: Mapping[str, str]
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self):
         """The objects below the prefix, by a client that does not repeat requests."""
         return Bucket(self.url, self.options, retries=0)
 
     @property
-    def toml(self) -> str:
+    def toml(self):
         """The lines `url` and `options` of the section `[storage]`."""
         options = ", ".join(f'{name} = "{value}"' for name, value in self.options.items())
         return f'url = "{self.url}"\noptions = {{ {options} }}\n'
@@ -49,7 +49,7 @@ class S3Prefix(NamedTuple):
 class RestartableS3:
     """An S3 server that keeps its objects in a folder, which may be killed and started again."""
 
-    def __init__(self, program: Path, folder: Path) -> None:
+    def __init__(self, program, folder):
         folder.mkdir(exist_ok=True)
         self._log, config = folder / "log", folder / "s3.json"
         config.write_text(json.dumps({"identities": [_IDENTITY]}))
@@ -62,7 +62,7 @@ class RestartableS3:
         self.endpoint = f"http://127.0.0.1:{ports['s3.port']}"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self):
         """Start the server, and wait until it stores an object."""
         self._process = start_bound(self._command, self._log, new_session=True)
         deadline, bucket = time.monotonic() + PATIENCE_SECONDS, self.prefix().bucket
@@ -73,7 +73,7 @@ class RestartableS3:
                 return bucket.write("object", b"the first one with contents waits for volumes to be made")
             time.sleep(0.1)
 
-    def kill(self) -> None:
+    def kill(self):
         """SIGKILL the server; its own stop takes half a minute."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -85,7 +85,7 @@ class RestartableS3:
             for socket in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 socket.unlink()
 
-    def prefix(self) -> S3Prefix:
+    def prefix(self):
         """Return a new prefix; the server makes the bucket."""
         options = {
             "aws_access_key_id": _KEY,
@@ -97,26 +97,26 @@ class RestartableS3:
 
 
 @pytest.fixture(scope="session")
-def _session_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableS3]:
+def _session_s3(tmp_path_factory):
     with started_s3(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 
 @pytest.fixture
-def s3(_session_s3: RestartableS3) -> S3Prefix:
+def s3(_session_s3):
     """An empty prefix of the S3 server of the session."""
     return _session_s3.prefix()
 
 
 @pytest.fixture
-def mortal_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableS3]:
+def mortal_s3(tmp_path_factory):
     """An S3 server for one test."""
     with started_s3(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 
 @contextlib.contextmanager
-def started_s3(folder: Path) -> Iterator[RestartableS3]:
+def started_s3(folder):
     """Run an S3 server in an empty folder, which is deleted with what the test stored."""
     program = Path(sysconfig.get_path("scripts")) / "weed"
     if not program.exists():

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 _PIECE = 64 * 1024
@@ -37,16 +37,16 @@ Fault = Callable[[str, str], Answer | None]
 """Returns what happens to a request, by its method and its path; None: it is passed on."""
 
 
-def no_fault(method: str, path: str) -> Answer | None:
+def no_fault(method, path):
     """Pass each request on."""
-    return None
+    return
 
 
-def some_of(answer: Answer, fails: int, of: int, method: str = "") -> Fault:
+def some_of(answer, fails, of, method=""):
     """Return a fault that gives the first `fails` of each `of` requests this answer."""
     lock, count = threading.Lock(), -1
 
-    def fault(each: str, path: str) -> Answer | None:
+    def fault(each, path):
         nonlocal count
         if method and each != method:
             return None
@@ -68,7 +68,7 @@ class Response(NamedTuple):
 class S3Proxy:
     """Passes HTTP requests on to `endpoint` until its context ends; clients use `endpoint` of this."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint):
         self._target = urlsplit(endpoint).netloc
         self.fault: Fault = no_fault
         self.bytes_per_second = float("inf")
@@ -82,26 +82,26 @@ class S3Proxy:
         self._server = _Server(self)
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def options(self, options: Mapping[str, str]) -> dict[str, str]:
+    def options(self, options):
         """Return the options of a prefix with this endpoint."""
         return {**options, "endpoint": self.endpoint}
 
-    def __enter__(self) -> "S3Proxy":
+    def __enter__(self):
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._server.shutdown()
         self._server.server_close()
 
-    def decide(self, method: str, path: str) -> Answer | None:
+    def decide(self, method, path):
         """Record a request, and return what happens to it."""
         self.requests.append((method, path))
         if (answer := self.fault(method, path)) is not None:
             self.answered.append(answer)
         return answer
 
-    def pass_on(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> "Response":
+    def pass_on(self, method, path, headers, body):
         """Send a request to the server, and return its response."""
         with contextlib.closing(http.client.HTTPConnection(self._target, timeout=60)) as connection:
             connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -111,7 +111,7 @@ class S3Proxy:
             response = connection.getresponse()
             return Response(response.status, dict(response.getheaders()), response.read())
 
-    def throttle(self, size: int) -> None:
+    def throttle(self, size):
         """Wait as long as `size` bytes take, after those of other requests."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + size / self.bytes_per_second
@@ -123,11 +123,11 @@ class S3Proxy:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, proxy: S3Proxy) -> None:
+    def __init__(self, proxy):
         self.proxy = proxy
         super().__init__(("127.0.0.1", 0), _Handler)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         """Log nothing: clients close connections."""
 
 
@@ -135,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
 
-    def _answer(self) -> None:
+    def _answer(self):
         proxy = self.server.proxy
         answer = proxy.decide(self.command, self.path)
         if answer == CLOSED:
@@ -159,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
 
-    def _body(self, proxy: S3Proxy) -> bytes:
+    def _body(self, proxy):
         left, pieces = int(self.headers.get("Content-Length") or 0), []
         while left:
             piece = self.rfile.read(min(left, _PIECE))
@@ -168,17 +168,17 @@ class _Handler(BaseHTTPRequestHandler):
             pieces.append(piece)
         return b"".join(pieces)
 
-    def _reply(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+    def _reply(self, status, headers, content):
         self.send_response_only(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 
-    def _hang_up(self) -> None:
+    def _hang_up(self):
         self.close_connection = True
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 the name is the base class's
+    def log_message(self, format, *args):  # noqa: A002 the name is the base class's
         """Log nothing."""

@@ -3,7 +3,6 @@
 import ipaddress
 import os
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -15,12 +14,10 @@ from cryptography.x509.oid import NameOID
 class CertificateFactory:
     """Writes certificates of this host, with their keys, to a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
 
-    def __call__(
-        self, days: int, name: str = "server", issued: bool = False, subject_name: str = "localhost"
-    ) -> tuple[Path, Path]:
+    def __call__(self, days, name="server", issued=False, subject_name="localhost"):
         """Return the paths of a certificate that is valid for `days` more days, and of its key.
 
         It is signed by its own key; with `issued`, by the key of an authority that is not kept.
@@ -48,7 +45,7 @@ class CertificateFactory:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _one_authority(tmp_path_factory):
     """Trust one authority. Each HTTP client reads the certificates of all, and those of the web take it 15 ms."""
     # Its name differs from that of the tests' servers, whose own certificates would be searched for under it.
     authority, _ = CertificateFactory(tmp_path_factory.mktemp("authority"))(days=3, subject_name="nobody")
@@ -56,6 +53,6 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> CertificateFactory:
+def certificate(tmp_path):
     """Writes a certificate: `certificate(days, name="server", issued=False) -> (certificate, key)`."""
     return CertificateFactory(tmp_path)

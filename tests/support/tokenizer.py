@@ -1,16 +1,13 @@
 """Small `tokenizer.json` files, written without the package."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 """Ids 0 to 3; the words come after them."""
 WORDS = ("good", "bad", "film", "very", "plot", "dull", "fun", "a", "the")
 
 
-def tokenizer_json(words: Sequence[str] = WORDS, **changes: Any) -> dict[str, Any]:
+def tokenizer_json(words=WORDS, **changes):
     """Return the document of a tokenizer of whole words in lower case, with `[CLS]` before and `[SEP]` after them."""
     ids = {word: index for index, word in enumerate((*SPECIAL, *words))}
     kinds = {"id": "A", "type_id": 0}
@@ -33,7 +30,7 @@ def tokenizer_json(words: Sequence[str] = WORDS, **changes: Any) -> dict[str, An
     } | changes
 
 
-def write_tokenizer(path: Path, words: Sequence[str] = WORDS, **changes: Any) -> Path:
+def write_tokenizer(path, words=WORDS, **changes):
     """Write such a file, and return its path."""
     path.write_text(json.dumps(tokenizer_json(words, **changes)))
     return path

@@ -13,23 +13,22 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
 from kafka.errors import KafkaError
 
-from tests.support.kafka import SessionBroker
 from tests.support.waiting import slowness
 
 
 class TopicCreator(Protocol):
     """Creates a topic on a broker."""
 
-    def __call__(self, bootstrap: str, topic: str, partitions: int = 1) -> None: ...
+    def __call__(self, bootstrap, topic, partitions=1): ...
 
 
 class TopicFactory:
     """Creates topics with names that no other test uses."""
 
-    def __init__(self, bootstrap: str, prefix: str) -> None:
+    def __init__(self, bootstrap, prefix):
         self._bootstrap, self._prefix = bootstrap, prefix
 
-    def __call__(self, partitions: int = 1) -> str:
+    def __call__(self, partitions=1):
         """Create a topic and its `.dead`, and return its name."""
         topic = f"{self._prefix}-{uuid.uuid4().hex[:12]}"
         _create_topic(self._bootstrap, topic, partitions)
@@ -40,34 +39,29 @@ class TopicFactory:
 class Producer:
     """Writes messages."""
 
-    def __call__(
-        self,
-        bootstrap: str,
-        topic: str,
-        values: Sequence[Any],
-        *,
-        partition: int | None = 0,
-        key: bytes | None = None,
-        headers: Sequence[tuple[str, bytes]] = (),
-        timestamp_ms: int | None = None,
-    ) -> list[int]:
+    def __call__(self, bootstrap, topic, values, *, partition=0, key=None, headers=(), timestamp_ms=None):
         """Write messages, and return their offsets once they are acknowledged.
 
         A value that is neither bytes nor None is sent as JSON. With `partition=None` the client distributes them.
+        `timestamp_ms` is that of all messages, or has one for each.
         """
 
-        def encoded(value: Any) -> bytes | None:
+        def encoded(value):
             return value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
 
         with contextlib.closing(KafkaProducer(bootstrap_servers=bootstrap, linger_ms=5)) as producer:
-            sent = [producer.send(topic, encoded(v), key, list(headers), partition, timestamp_ms) for v in values]
+            times = timestamp_ms if isinstance(timestamp_ms, Sequence) else [timestamp_ms] * len(values)
+            sent = [
+                producer.send(topic, encoded(value), key, list(headers), partition, time_ms)
+                for value, time_ms in zip(values, times, strict=True)
+            ]
             return [future.get(30).offset for future in sent]
 
 
 class TopicReader:
     """Reads whole topics."""
 
-    def __call__(self, bootstrap: str, topic: str, at_least: int = 0, patience: float = 20.0) -> list[Any]:
+    def __call__(self, bootstrap, topic, at_least=0, patience=20.0):
         """Return kafka-python's records of a topic in the order of (partition, offset).
 
         Returns as soon as there are `at_least` records and the end of every partition is reached; fails after
@@ -90,41 +84,41 @@ class TopicReader:
 
 
 @pytest.fixture
-def create_topic() -> TopicCreator:
+def create_topic():
     """Creates a topic, and returns once clients can see it: `create_topic(bootstrap, topic, partitions=1)`."""
     return _create_topic
 
 
 @pytest.fixture
-def recreate_topic() -> TopicCreator:
+def recreate_topic():
     """Deletes a topic, and creates an empty one of that name: `recreate_topic(bootstrap, topic, partitions=1)`."""
     return _recreate_topic
 
 
 @pytest.fixture
-def make_topic(kafka: SessionBroker, request: pytest.FixtureRequest) -> TopicFactory:
+def make_topic(kafka, request):
     """Creates a topic that no other test uses, and its `.dead`: `make_topic(partitions=1) -> name`."""
     return TopicFactory(kafka.bootstrap, re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:60].strip("-"))
 
 
 @pytest.fixture
-def produce() -> Producer:
+def produce():
     """Writes messages and returns their offsets: see `Producer.__call__`."""
     return Producer()
 
 
 @pytest.fixture
-def consume_all() -> TopicReader:
+def consume_all():
     """Reads a whole topic: `consume_all(bootstrap, topic, at_least=0, patience=20.0) -> records`."""
     return TopicReader()
 
 
-def _create_topic(bootstrap: str, topic: str, partitions: int = 1) -> None:
+def _create_topic(bootstrap, topic, partitions=1):
     with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
         admin.create_topics([NewTopic(topic, partitions, 1)], wait_for_metadata=True)
 
 
-def _recreate_topic(bootstrap: str, topic: str, partitions: int = 1) -> None:
+def _recreate_topic(bootstrap, topic, partitions=1):
     with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
         admin.delete_topics([topic])
     deadline = time.monotonic() + 30 * slowness()
@@ -137,7 +131,7 @@ def _recreate_topic(bootstrap: str, topic: str, partitions: int = 1) -> None:
             assert time.monotonic() < deadline
 
 
-def _is_empty(bootstrap: str, topic: str) -> bool:
+def _is_empty(bootstrap, topic):
     first = TopicPartition(topic, 0)
     with contextlib.suppress(KafkaError), contextlib.closing(KafkaConsumer(bootstrap_servers=bootstrap)) as consumer:
         return bool(consumer.end_offsets([first])[first] == 0)

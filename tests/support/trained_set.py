@@ -1,11 +1,9 @@
 """What of a module is trained, by name."""
 
-from torch import nn
-
-from learner.model.trained_set import base_names
+from anabranch.learner.model.trained_set import base_names
 
 
-def split_state(module: nn.Module) -> tuple[list[str], list[str]]:
+def split_state(module):
     """Return the names of the trained set and those of the base, both in the order of the state dict."""
     base = base_names(module)
     names = list(module.state_dict())

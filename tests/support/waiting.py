@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
@@ -17,12 +16,12 @@ PATIENCE_SECONDS = 100.0
 """Longer than anything that is awaited takes."""
 
 
-def slowness() -> float:
+def slowness():
     """Return how many times as long as on an idle machine things may take, at least 1: the load of a processor."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def wait_until(condition: Callable[[], T], what: str = "it", patience: float = PATIENCE_SECONDS) -> T:
+def wait_until(condition, what="it", patience=PATIENCE_SECONDS):
     """Return the first true value of a condition; fail after `patience` seconds of an idle machine, and name `what`."""
     patience *= slowness()
     deadline = time.monotonic() + patience

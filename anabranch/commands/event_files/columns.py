@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from anabranch.core.errors import SettingsError
-from ingest.events.schema import Schema
-from ingest.formats.base import nested, seconds_of
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import nested, seconds_of
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _PART = re.compile(r"(\w+?)((?:\.\d+)+|(?:\[\d+\])+)")

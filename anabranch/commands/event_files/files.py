@@ -1,6 +1,7 @@
 """Reads events from JSON lines, CSV and Parquet, one record at a time.
 
-JSON lines and CSV may be gzipped. Memory is bounded by a line, or by a row group of Parquet.
+JSON lines and CSV may be gzipped. Memory is bounded by a line, or by some rows of Parquet, which the reader of the
+history reads.
 """
 
 import contextlib
@@ -14,14 +15,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Annotated, Any, BinaryIO, Literal, Protocol
 
 import msgspec
+import typer
 
 from anabranch.commands.event_files.columns import Columns, cell_reader
 from anabranch.core.errors import SettingsError
-from ingest.backfill.text_files import BYTE_ORDER_MARK, other_format, other_than_lines, start_of, unpacked
-from ingest.events.schema import Schema
+from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_format, other_than_lines, start_of, unpacked
+from anabranch.ingest.events.schema import Schema
 
 STDIN = Path("-")
 
@@ -30,6 +32,18 @@ SourceFormat = Literal["jsonl", "csv", "parquet"]
 _SUFFIXES: dict[str, SourceFormat] = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 _PARQUET_ROWS = 1024
 _MAX_CELL_BYTES = 100_000_000
+
+
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="JSON lines, CSV (both also as .gz) or Parquet; - is stdin.")
+]
+FileFormat = Annotated[
+    SourceFormat | None,
+    typer.Option("--format", metavar="FORMAT", help="jsonl, csv or parquet; by default from the suffix, else jsonl."),
+]
+Delimiter = Annotated[
+    str | None, typer.Option(metavar="CHARACTER", help="Between the cells of CSV; by default a comma.")
+]
 
 
 @dataclass(frozen=True)
@@ -212,23 +226,26 @@ class _Csv:
 class _Parquet:
     def __init__(self, path: Path, name: str, schema: Schema, stack: contextlib.ExitStack, *, checked: bool) -> None:
         try:
-            import pyarrow
-            import pyarrow.parquet
+            # Imported here since it is an extra.
+            from pyarrow import ArrowException
+
+            from anabranch.ingest.backfill.parquet_file import ParquetRows
         except ImportError as exc:
             raise SettingsError(f"{name}: Parquet needs pyarrow: pip install 'anabranch[arrow]'") from exc
         if path == STDIN:
             raise SettingsError("Parquet cannot be read from stdin, since its end is read first: name the file")
-        self._errors = pyarrow.ArrowException
+        self._errors = ArrowException, ValueError
         self._name = name
         self._time = schema.time
         self._class = schema.label.name if schema.label.one_of else None
         self._row = 0
         try:
-            self._file = stack.enter_context(pyarrow.parquet.ParquetFile(path))
-        except pyarrow.ArrowException as exc:
-            raise SettingsError(f"{name} is not Parquet: {exc}") from exc
-        self.total = self._file.metadata.num_rows
-        self._columns = Columns(schema, self._file.schema_arrow.names, name, checked=checked)
+            file = stack.enter_context(path.open("rb"))
+            self._file = stack.enter_context(contextlib.closing(ParquetRows(file, _PARQUET_ROWS)))
+        except self._errors as exc:
+            raise SettingsError(f"{name} cannot be read as Parquet: {exc}") from exc
+        self.total: int | None = self._file.rows
+        self._columns = Columns(schema, self._file.schema.names, name, checked=checked)
         self.left_out = self._columns.unknown
 
     def done(self) -> int:
@@ -236,10 +253,9 @@ class _Parquet:
 
     def __iter__(self) -> Iterator[FileRecord]:
         names = self._columns.names
-        batches = self._file.iter_batches(_PARQUET_ROWS, columns=names)
         try:
-            for batch in batches:
-                found = [batch.column(name).to_pylist() for name in names]
+            for part in self._file.tables(names, 0):
+                found = [part.table.column(name).to_pylist() for name in names]
                 for cells in zip(*found, strict=True):
                     self._row += 1
                     row = dict(zip(names, cells, strict=True))

@@ -10,18 +10,26 @@ from typing import Any
 
 from anabranch.commands.erase import known_partitions
 from anabranch.commands.undo.selection import Known, Selection, select
-from anabranch.commands.versions import Listed, format_time, list_versions, stored_versions
+from anabranch.commands.versions.ls import list_versions
+from anabranch.commands.versions.show import Listed, format_time, stored_versions
 from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
-from ingest.events.identity import partition_name
-from ingest.events.schema import Schema
-from ingest.search.stream_search import Progress, StreamSearch
-from learner.state_dir.checkpoint import Checkpoints
-from learner.state_dir.undo_file import OffsetRanges, UndoRecord, read_undo
-from learner.state_dir.version import RegistryState
-from learner.undo.going_back import Sorted, check_beginning, sort_checkpoints
-from learner.undo.tainted import TORN, names_in, reads_files, seen_by_checkpoint, seen_by_version
-from serving.reporting.report import read_report
+from anabranch.ingest.events.identity import partition_name
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.search.stream_search import Progress, StreamSearch
+from anabranch.learner.checkpoints.format import Checkpoints
+from anabranch.learner.state_dir.undo_file import OffsetRanges, UndoRecord, read_undo
+from anabranch.learner.versions.format import RegistryState
+from anabranch.learner.versions.tainted import (
+    CheckpointsByTaint,
+    check_beginning,
+    checkpoints_by_taint,
+    names_in,
+    reads_files,
+    seen_by_checkpoint,
+    seen_by_version,
+)
+from anabranch.serving.reporting.report import read_report
 
 _MOST_NAMED = 5
 """Ranges that a sentence names."""
@@ -127,7 +135,7 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
         versions, state = listed.result()
     before = read_undo(config.state_dir)
     record = UndoRecord(number=len(before) + 1, time=0.0, ranges=ranges, until={})
-    torn = config.pipeline.stream.format in TORN
+    torn = config.pipeline.stream.format_kind.several
     tainted = [one for one in versions[::-1] if _is_tainted(one, [record], torn=torn)]
     _check_pinned(state, tainted)
     # The learner may not have returned for earlier records yet.
@@ -172,9 +180,9 @@ def _checkpoints(config: Config) -> Checkpoints:
     return Checkpoints(config.state_dir / "checkpoints", schema.digest, sys.maxsize)
 
 
-def _sorted(checkpoints: Checkpoints, records: Sequence[UndoRecord]) -> Sorted:
+def _sorted(checkpoints: Checkpoints, records: Sequence[UndoRecord]) -> CheckpointsByTaint:
     try:
-        return sort_checkpoints(checkpoints, records)
+        return checkpoints_by_taint(checkpoints, records)
     except OSError as exc:
         raise DependencyError(f"{checkpoints.location} cannot be read: {exc.strerror or exc}") from exc
 
@@ -239,7 +247,7 @@ def _target(
         raise SettingsError(
             f"the broker has {gone} no longer, which undo would read again from {whence} on; {still}; nothing was "
             "changed: raise the topic's retention and checkpoints.keep_hourly for the next time, and take "
-            "the events out of the store with `anabranch replay erase`"
+            "the events out of the store with `anabranch erase`"
         )
     return number, made, positions
 
@@ -252,7 +260,7 @@ def _gone(positions: Mapping[str, int], starts: Mapping[str, int]) -> str | None
     return None
 
 
-def _since_when(checkpoints: Checkpoints, found: Sorted, starts: Mapping[str, int]) -> str:
+def _since_when(checkpoints: Checkpoints, found: CheckpointsByTaint, starts: Mapping[str, int]) -> str:
     """Return from which checkpoint on events can be undone, as a part of a sentence."""
     for number, state in sorted((found.clean | found.tainted).items()):
         if _gone(seen_by_checkpoint(state).offsets, starts) is None:

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from anabranch.commands.erase import range_of
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
-from ingest.backfill.files import DISORDER
-from ingest.events.identity import partition_name
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Messages
-from ingest.search.stream_search import Matches, Progress, StreamSearch, with_header, with_key
-from learner.state_dir.report import PartitionReport
-from learner.state_dir.undo_file import OffsetRanges, ranges_of
+from anabranch.ingest.backfill.files import DISORDER
+from anabranch.ingest.events.identity import partition_name
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.search.stream_search import Matches, Progress, StreamSearch, with_header, with_key
+from anabranch.learner.state_dir.undo_file import OffsetRanges, ranges_of
+from anabranch.learner.status.report import PartitionReport
 
 Known = Mapping[TopicPartition, PartitionReport]
 """The partitions of topics in the learner's last report."""

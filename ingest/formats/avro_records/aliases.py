@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ingest.formats.avro_records.schema import AvroType
-from ingest.schema_registry.writer_schema import WriterSchema
+from anabranch.ingest.formats.avro_records.schema import AvroType
+from anabranch.ingest.schema_registry.writer_schema import WriterSchema
 
 
 def fields_in(writer: WriterSchema) -> list[dict[str, Any]]:

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyruhvro
 
 from anabranch.core.failures import panics_are_errors
-from ingest.formats.arrow_columns import Faults, columns_of, fields_of
-from ingest.formats.avro_records.fields import AvroReading
-from ingest.formats.avro_records.rows import END, END_BYTES, END_FIELD, FOLLOWED, AvroRowsDecoder
-from ingest.formats.avro_records.schema import written
-from ingest.formats.base import Decoded, joined, reject_unusable_numbers
+from anabranch.ingest.formats.arrow_columns import Faults, columns_of, fields_of
+from anabranch.ingest.formats.avro_records.fields import AvroReading
+from anabranch.ingest.formats.avro_records.rows import END, END_BYTES, END_FIELD, FOLLOWED, AvroRowsDecoder
+from anabranch.ingest.formats.avro_records.schema import written
+from anabranch.ingest.formats.base import Decoded, joined, reject_unusable_numbers
 
 _UNITS = {"millis": "ms", "micros": "us", "nanos": "ns"}
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ingest.events.schema import Schema
-from ingest.formats.avro_records.schema import NO_TIMES, TIMESTAMPS, AvroType
-from ingest.formats.other_formats import DEBEZIUM, UNWRAP
-from ingest.schema_registry.writer_schema import UnfitSchemaError
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.avro_records.schema import NO_TIMES, TIMESTAMPS, AvroType
+from anabranch.ingest.formats.other_formats import DEBEZIUM, UNWRAP
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError
 
 _NUMBERS = frozenset({"long", "float", "double", "decimal"})
 _WORDS = frozenset({"string", "enum"})

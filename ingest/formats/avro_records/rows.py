@@ -19,11 +19,11 @@ import numpy as np
 from fastavro.schema import SchemaParseException
 from typing_extensions import override
 
-from ingest.formats.avro_records.fields import AvroReading
-from ingest.formats.avro_records.schema import TIMESTAMPS, written
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject
-from ingest.formats.event_structs import dict_decoder
-from ingest.schema_registry.writer_schema import UnfitSchemaError
+from anabranch.ingest.formats.avro_records.fields import AvroReading
+from anabranch.ingest.formats.avro_records.schema import TIMESTAMPS, written
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject
+from anabranch.ingest.formats.event_structs import dict_decoder
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError
 
 END = 1 + secrets.randbits(52) / 2**52
 """The number after each record; random, so that a message cannot contain it."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
 
 _MOST_NODES = 20_000
 _MOST_DEPTH = 32

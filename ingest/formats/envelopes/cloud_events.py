@@ -13,9 +13,9 @@ from itertools import repeat
 import msgspec
 import numpy as np
 
-from ingest.events.schema import Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Format, Headers, Reject, joined, nothing
-from ingest.formats.json_text import decoded
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Format, Headers, Reject, joined, nothing
+from anabranch.ingest.formats.json_text import decoded
 
 _STRUCTURED = "application/cloudevents"
 _JSON = "application/cloudevents+json"
@@ -40,11 +40,11 @@ class _EnvelopeError(ValueError):
     """A message is no event of CloudEvents, or none that can be read."""
 
 
-class CloudEventsFormat:
+class CloudEventsFormat(Format):
     """Decodes the events within messages of CloudEvents by another format; a message of neither mode is rejected."""
 
     def __init__(self, schema: Schema, inner: Format) -> None:
-        self._schema = schema
+        super().__init__(schema)
         self._inner = inner
         self._decoder = msgspec.json.Decoder(_Envelope)
 
@@ -62,7 +62,7 @@ class CloudEventsFormat:
         decoded = self._inner.decode(data, of_data)
         if not rejects:
             return decoded
-        return joined([decoded.at(np.array(indexes, np.int32)), nothing(self._schema, rejects)])
+        return joined([decoded.at(np.array(indexes, np.int32)), nothing(self.schema, rejects)])
 
     def _data_of(self, value: bytes, headers: Headers) -> bytes:
         version = content_type = None

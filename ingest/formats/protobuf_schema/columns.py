@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from ptars import HandlerPool
 
-from ingest.events.schema import Schema
-from ingest.formats.arrow_columns import Faults, columns_of, fields_of
-from ingest.formats.base import Decoded, reject_unusable_numbers
-from ingest.formats.protobuf_schema.fields import ReadField, ReadType
-from ingest.formats.protobuf_schema.records import ProtobufRecords, unreadable_rejects
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.arrow_columns import Faults, columns_of, fields_of
+from anabranch.ingest.formats.base import Decoded, reject_unusable_numbers
+from anabranch.ingest.formats.protobuf_schema.fields import ReadField, ReadType
+from anabranch.ingest.formats.protobuf_schema.records import ProtobufRecords, unreadable_rejects
 
 
 class ProtobufColumns:

@@ -29,8 +29,8 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message import DecodeError
 
-from ingest.formats.protobuf_schema.text import ProtoTextError, parse_proto
-from ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
+from anabranch.ingest.formats.protobuf_schema.text import ProtoTextError, parse_proto
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
 
 _SHIPPED = {
     module.DESCRIPTOR.name: module.DESCRIPTOR

@@ -13,8 +13,8 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 
-from ingest.events.schema import Schema
-from ingest.schema_registry.writer_schema import UnfitSchemaError
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError
 
 _REPEATED, _OPTIONAL = FieldDescriptorProto.LABEL_REPEATED, FieldDescriptorProto.LABEL_OPTIONAL
 _INTEGERS = ("int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64", "sfixed32", "sfixed64")

@@ -13,10 +13,10 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from ingest.events.schema import Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, nested
-from ingest.formats.event_structs import dict_decoder
-from ingest.formats.protobuf_schema.fields import ReadField, ReadType
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, nested
+from anabranch.ingest.formats.event_structs import dict_decoder
+from anabranch.ingest.formats.protobuf_schema.fields import ReadField, ReadType
 
 
 class ProtobufRecords:

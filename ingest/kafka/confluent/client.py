@@ -12,23 +12,23 @@ from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import OffsetSpec
 
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError, RecreatedError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Lag, Messages
-from ingest.kafka.confluent.connection import brief, make, raise_if_fatal, reach, reason
-from ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
-from ingest.kafka.confluent.metadata import TopicMetadata
-from ingest.kafka.confluent.records import REMOVED, UNREADABLE, batch_end, headers_of
-from ingest.kafka.dead_letters import DeadLetter
-from ingest.kafka.diagnostics import (
+from anabranch.ingest.errors import BrokerError, RecreatedError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Lag, Messages
+from anabranch.ingest.kafka.confluent.connection import brief, make, raise_if_fatal, reach, reason
+from anabranch.ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
+from anabranch.ingest.kafka.confluent.metadata import TopicMetadata
+from anabranch.ingest.kafka.confluent.records import REMOVED, UNREADABLE, batch_end, headers_of
+from anabranch.ingest.kafka.dead_letters import DeadLetter
+from anabranch.ingest.kafka.diagnostics import (
     RECREATED,
     check_gap,
     damaged,
     too_large,
     unresponsive_message,
 )
-from ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
+from anabranch.ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
+from anabranch.ingest.settings.stream import StreamSettings
 
 _PATIENCE = timedelta(seconds=8)
 
@@ -117,11 +117,11 @@ class ConfluentClient:
     def assign(self, positions: Mapping[TopicPartition, int], paused: Collection[TopicPartition] = ()) -> None:
         """Read exactly these partitions from these offsets on; of those that are `paused`, only the lag."""
         self._partitions = {(partition.topic, partition.partition): partition for partition in positions}
-        resumed = [KafkaPartition(p.topic, p.partition) for p in self._paused if p in positions and p not in paused]
         self._positions, self._paused = dict(positions), frozenset(paused)
-        self._consumer.assign([KafkaPartition(p.topic, p.partition, offset) for p, offset in positions.items()])
-        self._consumer.resume(resumed)
-        self._consumer.pause([KafkaPartition(p.topic, p.partition) for p in paused])
+        # Without its pause and resume: their version and that of an assignment are given out by two threads, and where
+        # an older one arrives last, all that is fetched of the partition is dropped, until the next assignment.
+        read = [(partition, offset) for partition, offset in positions.items() if partition not in self._paused]
+        self._consumer.assign([KafkaPartition(p.topic, p.partition, offset) for p, offset in read])
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return at most `limit` messages."""

@@ -8,16 +8,16 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError, TruncatedError
-from ingest.kafka.diagnostics import (
+from anabranch.ingest.errors import BrokerError, TruncatedError
+from anabranch.ingest.kafka.diagnostics import (
     TRUNCATED,
     auth_error,
     not_a_broker_message,
     unreachable,
     unreachable_advertised,
 )
-from ingest.kafka_properties import DEFAULTS, PROPERTIES
+from anabranch.ingest.settings.kafka_properties import DEFAULTS, PROPERTIES
+from anabranch.ingest.settings.stream import StreamSettings
 
 _METADATA_SECONDS = 2.0
 _FORBIDDEN = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)

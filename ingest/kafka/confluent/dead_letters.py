@@ -6,9 +6,9 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from ingest.config import StreamSettings
-from ingest.kafka.confluent.connection import make
-from ingest.kafka.dead_letters import LARGEST_LETTER, DeadLetter, DeadLetterWriter, DeliveryError, sanitize
+from anabranch.ingest.kafka.confluent.connection import make
+from anabranch.ingest.kafka.dead_letters import LARGEST_LETTER, DeadLetter, DeadLetterWriter, DeliveryError, sanitize
+from anabranch.ingest.settings.stream import StreamSettings
 
 _LETTER_MS = 10_000
 _REFUSED = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_RECORD)

@@ -8,11 +8,11 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCol
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.confluent.connection import make, reason
-from ingest.kafka.diagnostics import gone_topic, missing_topic
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.confluent.connection import make, reason
+from anabranch.ingest.kafka.diagnostics import gone_topic, missing_topic
+from anabranch.ingest.settings.stream import StreamSettings
 
 _REQUEST_SECONDS = 2.0
 _GONE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)

@@ -8,10 +8,10 @@ from typing import Any
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from ingest.errors import BrokerError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.confluent.connection import raise_if_fatal
-from ingest.kafka.diagnostics import BAD_HEADER
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.confluent.connection import raise_if_fatal
+from anabranch.ingest.kafka.diagnostics import BAD_HEADER
 
 UNREADABLE = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)
 REMOVED = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)

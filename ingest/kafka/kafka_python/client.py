@@ -12,12 +12,11 @@ from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 from kafka.admin import OffsetSpec
 
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError, CodecError, RecreatedError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Lag, Messages
-from ingest.kafka.dead_letters import DeadLetter
-from ingest.kafka.diagnostics import (
+from anabranch.ingest.errors import BrokerError, CodecError, RecreatedError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Lag, Messages
+from anabranch.ingest.kafka.dead_letters import DeadLetter
+from anabranch.ingest.kafka.diagnostics import (
     BAD_HEADER,
     RECREATED,
     check_gap,
@@ -25,10 +24,11 @@ from ingest.kafka.diagnostics import (
     missing_topic,
     unresponsive_message,
 )
-from ingest.kafka.kafka_python.connection import PATIENCE, brief, client_options, connect, translated
-from ingest.kafka.kafka_python.dead_letters import KafkaPythonDeadLetters
-from ingest.kafka.kafka_python.records import ReplacedNames, UnreadableError, bound
-from ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
+from anabranch.ingest.kafka.kafka_python.connection import PATIENCE, brief, client_options, connect, translated
+from anabranch.ingest.kafka.kafka_python.dead_letters import KafkaPythonDeadLetters
+from anabranch.ingest.kafka.kafka_python.records import ReplacedNames, UnreadableError, bound
+from anabranch.ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
+from anabranch.ingest.settings.stream import StreamSettings
 
 _REQUEST_MS = 2_000
 log = logging.getLogger(__name__)

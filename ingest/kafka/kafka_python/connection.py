@@ -9,17 +9,17 @@ from typing import Any
 from kafka import errors as kafka_errors
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError, CodecError, CredentialsError, TruncatedError
-from ingest.kafka.diagnostics import (
+from anabranch.ingest.errors import BrokerError, CodecError, CredentialsError, TruncatedError
+from anabranch.ingest.kafka.diagnostics import (
     TRUNCATED,
     auth_error,
     not_a_broker_message,
     unreachable,
     unreachable_advertised,
 )
-from ingest.kafka.kafka_python.records import UnreadableError
-from ingest.kafka_properties import DEFAULTS, check, kafka_python_options
+from anabranch.ingest.kafka.kafka_python.records import UnreadableError
+from anabranch.ingest.settings.kafka_properties import DEFAULTS, check, kafka_python_options
+from anabranch.ingest.settings.stream import StreamSettings
 
 PATIENCE = timedelta(seconds=8)
 """How long to try to reach a broker."""

@@ -7,11 +7,11 @@ from typing import Any
 from kafka import KafkaProducer
 from kafka import errors as kafka_errors
 
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.kafka.dead_letters import LARGEST_LETTER, DeadLetter, DeadLetterWriter, DeliveryError, sanitize
-from ingest.kafka.kafka_python.connection import brief, connect
-from ingest.kafka.kafka_python.null_headers import sendable
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.kafka.dead_letters import LARGEST_LETTER, DeadLetter, DeadLetterWriter, DeliveryError, sanitize
+from anabranch.ingest.kafka.kafka_python.connection import brief, connect
+from anabranch.ingest.kafka.kafka_python.null_headers import sendable
+from anabranch.ingest.settings.stream import StreamSettings
 
 _REFUSED = (
     kafka_errors.MessageSizeTooLargeError,

@@ -14,8 +14,8 @@ from kafka.errors import CorruptRecordError, UnsupportedCodecError
 from kafka.record.default_records import DefaultRecord
 from kafka.record.util import decode_varint
 
-from ingest.kafka.diagnostics import damaged, too_large
-from ingest.kafka.kafka_python.decompression import InflatedTooLargeError, inflate
+from anabranch.ingest.kafka.diagnostics import damaged, too_large
+from anabranch.ingest.kafka.kafka_python.decompression import InflatedTooLargeError, inflate
 
 
 class UnreadableError(CorruptRecordError):  # type: ignore[misc]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingest.feature_settings import LearnedVocabulary
-from learner.model.features.vocabulary import Ints, VocabularyTable
-from learner.model.task import Classification, MultiLabel, Regression, Task
+from anabranch.ingest.settings.features import LearnedVocabulary
+from anabranch.learner.model.features.vocabulary import Ints, VocabularyTable
+from anabranch.learner.model.task import Classification, MultiLabel, Regression, Task
 
 _FIRST_STRENGTH = 2.0
 _LEAST, _MOST = -4.0, 12.0

@@ -4,25 +4,47 @@ The user's module keeps its class and the names of its tensors. A hook gives its
 that whatever runs the module, in training, in the gate, in serving or in an export, runs the same transformation.
 """
 
+import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from typing_extensions import override
 
-from ingest.events.identity import keyed_hash
-from ingest.events.schema import Schema
-from ingest.feature_settings import CrossSettings, HashBuckets, LearnedVocabulary
-from learner.errors import ModelError
-from learner.model.features.cycles import Cycles
-from learner.model.features.host_state import HostState
-from learner.model.features.intercept import GroupIntercept, Residual
-from learner.model.features.mixing import crossed
-from learner.model.features.numbers import LearnedNumber
-from learner.model.features.vocabulary import Restarted, VocabularyTable
+from anabranch.ingest.events.identity import keyed_hash
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.features import CrossSettings, Cycle, HashBuckets, LearnedVocabulary
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.converter import ModelContext, ModelConverter
+from anabranch.learner.model.features.host_state import HostState
+from anabranch.learner.model.features.intercept import GroupIntercept, Residual
+from anabranch.learner.model.features.numbers import LearnedNumber
+from anabranch.learner.model.features.vocabulary import Restarted, VocabularyTable, crossed
+
+_SECONDS: dict[Cycle, int] = {"hour": 3600, "day": 86_400, "week": 604_800, "year": 31_556_952}
+"""Length of each cycle; the year is the mean one of the Gregorian calendar."""
+
+
+class Cycles(nn.Module):
+    """The place of a time in the cycles of the calendar, as sine and cosine; the same in every version."""
+
+    def __init__(self, name: str, cycles: Sequence[Cycle]) -> None:
+        super().__init__()
+        self.name = name
+        self._seconds = [_SECONDS[cycle] for cycle in cycles]
+
+    def forward(self, seconds_B: Tensor) -> dict[str, Tensor]:
+        """Return sine and cosine of each cycle, float32 `[B, *shape, 2 * cycles]`, for seconds since 1970."""
+        if not seconds_B.is_floating_point():
+            seconds_B = seconds_B.long()  # torch has no remainder of uint32
+        angles = [torch.remainder(seconds_B, seconds).float() * (2 * math.pi / seconds) for seconds in self._seconds]
+        waves = [wave for angle in angles for wave in (angle.sin(), angle.cos())]
+        return {self.name: torch.stack(waves, dim=-1)}
+
 
 NAME = "learned_features"
 """The name of the submodule: the names of its tensors begin with it."""
@@ -31,6 +53,7 @@ _NEVER = 2**63 - 1
 _OWNER = "owner"
 _OUTLIERS = 100
 
+Kind = TypeVar("Kind", bound=nn.Module)
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -112,29 +135,16 @@ class LearnedFeatures(nn.Module):
     @property
     def numbers_are_fixed(self) -> bool:
         """Whether no number is learned any more."""
-        return not self.numbers or int(self.state["left"][0]) <= 0
+        return not self.of(LearnedNumber) or int(self.state["left"][0]) <= 0
 
-    @property
-    def numbers(self) -> dict[str, LearnedNumber]:
-        """The numbers that are scaled, or whose missing values are replaced, by the name of the feature."""
+    def of(self, kind: type[Kind]) -> dict[str, Kind]:
+        """Return the modules of a kind by name: of an input of the model, or of the feature that names a group."""
         found = {name.partition("_")[2]: module for name, module in self.named_children()}
-        return {name: module for name, module in found.items() if isinstance(module, LearnedNumber)}
-
-    @property
-    def vocabularies(self) -> dict[str, VocabularyTable]:
-        """The tables by the name of the input that has their rows."""
-        found = {name.partition("_")[2]: module for name, module in self.named_children()}
-        return {name: module for name, module in found.items() if isinstance(module, VocabularyTable)}
-
-    @property
-    def intercepts(self) -> dict[str, GroupIntercept]:
-        """The intercepts by the name of the feature that names the group."""
-        found = {name.partition("_")[2]: module for name, module in self.named_children()}
-        return {name: module for name, module in found.items() if isinstance(module, GroupIntercept)}
+        return {name: module for name, module in found.items() if isinstance(module, kind)}
 
     def begin(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what `transform` does, and keep the intercepts of the events until `end`."""
-        added = [module(features[name].long()) for name, module in self.intercepts.items()]
+        added = [module(features[name].long()) for name, module in self.of(GroupIntercept).items()]
         if added:
             self._added = sum(added[1:], added[0])
         return self.transform(features)
@@ -166,11 +176,11 @@ class LearnedFeatures(nn.Module):
         Returns:
             By the name of the input, the rows that have no value any more, where there are any.
         """
-        for index, number in enumerate(self.numbers.values()):
+        for index, number in enumerate(self.of(LearnedNumber).values()):
             number.blur(np.random.default_rng([seed, index]))
-        for intercept in self.intercepts.values():
+        for intercept in self.of(GroupIntercept).values():
             intercept.erase(owners)
-        restarted = {name: table.erase(owners) for name, table in self.vocabularies.items()}
+        restarted = {name: table.erase(owners) for name, table in self.of(VocabularyTable).items()}
         return {name: found for name, found in restarted.items() if len(found.rows)}
 
     def observe(self, columns: Columns, residual: Residual | None = None) -> dict[str, Restarted]:
@@ -182,15 +192,15 @@ class LearnedFeatures(nn.Module):
             By the name of the input, the rows that have another value now, where there are any.
         """
         if self.numbers_are_fixed:
-            for name, number in self.numbers.items():
+            for name, number in self.of(LearnedNumber).items():
                 number.watch(columns[f"feature.{name}"])
         else:
             self.state["left"][0] -= len(columns["time_ms"])
-            for name, number in self.numbers.items():
+            for name, number in self.of(LearnedNumber).items():
                 far_B = number.observe(columns[f"feature.{name}"])
                 if far_B is not None and "offset" in columns:
                     self._remember(name, columns, np.flatnonzero(far_B))
-        tables, intercepts = self.vocabularies, self.intercepts
+        tables, intercepts = self.of(VocabularyTable), self.of(GroupIntercept)
         if not tables and not intercepts:
             return {}
         # The middle of the batch, so that a single record with a wrong time does not count.
@@ -212,7 +222,7 @@ class LearnedFeatures(nn.Module):
 
         A group that has lost its row in between, and has one again, gets the difference all the same.
         """
-        for name, intercept in self.intercepts.items():
+        for name, intercept in self.of(GroupIntercept).items():
             device = intercept.get_buffer("score").device
             label_B, weight_B = (torch.from_numpy(columns[each]).to(device) for each in ("label", "weight"))
             intercept.take_back(self._keys(name, columns), label_B, weight_B)
@@ -241,26 +251,32 @@ def _cross_keys(cross: CrossSettings, features: Mapping[str, Tensor]) -> Tensor:
     return crossed([features[name].long() for name in cross.of])
 
 
-def attach_features(model: nn.Module, schema: Schema, device: torch.device) -> None:
-    """Let a model get its features transformed, if any of the schema is.
+class FeatureLearning(ModelConverter):
+    """Lets a model get its features transformed, if any of the schema is."""
 
-    Raises:
-        ModelError: the device cannot compute with a feature, or the model has a submodule of that name.
-    """
-    if not schema.settings.transformed:
-        return
-    if hasattr(model, NAME):
-        raise ModelError(f"model.factory: the model has an attribute {NAME}, which [schema] needs; rename it")
-    for feature in schema.features:
-        if device.type == "mps" and feature.dtype.itemsize > 4 and schema.settings.features[feature.name].scale:
-            raise ModelError(
-                f"schema.features.{feature.name}: {feature.dtype} is scaled in float64, which mps does not have; "
-                "take float32"
-            )
-    model.add_module(NAME, LearnedFeatures(schema))
-    model.register_forward_pre_hook(_transform, with_kwargs=True)
-    if schema.settings.intercepts:
-        model.register_forward_hook(_add_intercepts)
+    @override
+    def convert(self, model: nn.Module, context: ModelContext) -> nn.Module:
+        """Return the model.
+
+        Raises:
+            ModelError: the device cannot compute with a feature, or the model has a submodule of that name.
+        """
+        schema, device = context.schema, context.device
+        if schema is None or not schema.settings.transformed:
+            return model
+        if hasattr(model, NAME):
+            raise ModelError(f"model.factory: the model has an attribute {NAME}, which [schema] needs; rename it")
+        for feature in schema.features:
+            if device.type == "mps" and feature.dtype.itemsize > 4 and schema.settings.features[feature.name].scale:
+                raise ModelError(
+                    f"schema.features.{feature.name}: {feature.dtype} is scaled in float64, which MPS does not "
+                    "support; take float32"
+                )
+        model.add_module(NAME, LearnedFeatures(schema).to(device))
+        model.register_forward_pre_hook(_transform, with_kwargs=True)
+        if schema.settings.intercepts:
+            model.register_forward_hook(_add_intercepts)
+        return model
 
 
 def features_of(model: nn.Module) -> LearnedFeatures | None:

@@ -1,8 +1,10 @@
 """Numbers as the model gets them: scaled by what the stream has had so far, and without missing values.
 
-Legend: B events, n numbers of an event, K quantiles.
+Legend: B events, n numbers of an event, K quantiles; H levels of a sketch, S values of a level; H exponents.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,230 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ingest.events.schema import Feature
-from ingest.feature_settings import FeatureSettings
-from learner.model.features.host_state import HostState, write
-from learner.model.features.moments import Floats, Moments
-from learner.model.features.outliers import FIRST, OutlierBounds, empty_bounds
-from learner.model.features.quantiles import QuantileSketch, empty_sketches
+from anabranch.ingest.events.schema import Feature
+from anabranch.ingest.settings.features import FeatureSettings
+from anabranch.learner.model.features.host_state import HostState, Numbers, write
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """How many values there were, their mean, and the sum of their squared distances from it, float64 `[n]` each.
+
+    Chan, Golub & LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+
+    count: Floats
+    mean: Floats
+    squares: Floats
+
+    @classmethod
+    def of(cls, values: Floats) -> "Moments":
+        """Return the moments of values `[B, n]`, of which NaN are missing.
+
+        They are those of the distances from the first value, so that values which are all the same deviate by 0.
+        """
+        present = ~np.isnan(values)
+        count = present.sum(axis=0, dtype=np.float64)
+        first = (
+            np.take_along_axis(values, present.argmax(axis=0)[None], axis=0)[0] if len(values) else np.zeros_like(count)
+        )
+        first = np.where(count > 0, first, 0.0)
+        distance = np.where(present, values - first, 0.0)
+        mean = distance.sum(axis=0) / np.maximum(count, 1.0)
+        return cls(count, first + mean, np.square(np.where(present, distance - mean, 0.0)).sum(axis=0))
+
+    def merged(self, other: "Moments") -> "Moments":
+        """Return the moments of both parts together, in any order up to rounding."""
+        count = self.count + other.count
+        part = other.count / np.maximum(count, 1.0)
+        delta = other.mean - self.mean
+        mean = self.mean + delta * part
+        return Moments(count, mean, self.squares + other.squares + delta * delta * self.count * part)
+
+    @property
+    def deviation(self) -> Floats:
+        """The standard deviation of all values so far, float64 `[n]`; 0 without values."""
+        return np.sqrt(self.squares / np.maximum(self.count, 1.0))
+
+
+SIZE = 256
+LEVELS = 20
+_COMMON = 0.05
+"""A value that so many events have, of all, says nothing of one of them."""
+
+
+class QuantileSketch:
+    """The sketch of one number of an event, in arrays that others own: the buffers of a module."""
+
+    def __init__(self, items: Floats, used: NDArray[np.int64], odd: NDArray[np.int64]) -> None:
+        """Take values `[H, S]`, and of each level how many there are, and whether the next compaction is an odd one."""
+        self._items, self._used, self._odd = items, used, odd
+
+    def add(self, values: Floats) -> None:
+        """Add values `[B]`, none of which is NaN."""
+        begin = 0
+        while begin < len(values):
+            free = self._items.shape[1] - int(self._used[0])
+            part = values[begin : begin + free]
+            self._items[0, self._used[0] : self._used[0] + len(part)] = part
+            self._used[0] += len(part)
+            begin += len(part)
+            if len(part) == free:
+                self._compact(0)
+
+    def quantiles(self, parts: Floats) -> Floats:
+        """Return the value below which each part of all values is, float64; there has to be a value.
+
+        Of two values between which a part falls, it is one in between.
+        """
+        levels = np.repeat(np.arange(len(self._used)), self._used)
+        values = np.concatenate([self._items[level, :count] for level, count in enumerate(self._used)])
+        order = np.argsort(values, kind="stable")
+        weight = np.exp2(levels[order].astype(np.float64))
+        middle = np.cumsum(weight) - weight / 2
+        found: Floats = np.interp(parts * weight.sum(), middle, values[order])
+        return found
+
+    def blur(self, random: np.random.Generator) -> None:
+        """Move each value to a random value between its neighbours, unless it is that of many events; equal values
+        together. Ranks change by less than the weight of a value."""
+        levels = np.repeat(np.arange(len(self._used)), self._used)
+        slots = np.concatenate([np.arange(count) for count in self._used])
+        values, group = np.unique(self._items[levels, slots], return_inverse=True)
+        weight = np.bincount(group, np.exp2(levels.astype(np.float64)))
+        between = (values[:-1] + values[1:]) / 2
+        low, high = np.append(values[:1], between), np.append(between, values[-1:])
+        moved = low + random.random(len(values)) * (high - low)
+        values = np.where(weight < _COMMON * weight.sum(), moved, values)
+        unused = np.arange(self._items.shape[1]) >= self._used[:, None]
+        self._items[unused] = 0.0
+        self._items[levels, slots] = values[group]
+
+    def _compact(self, level: int) -> None:
+        if level + 1 == len(self._used):
+            self._halve()
+            return
+        odd = int(self._odd[level])
+        half = np.sort(self._items[level])[odd::2]
+        self._odd[level] = 1 - odd
+        self._used[level] = 0
+        begin = int(self._used[level + 1])
+        self._items[level + 1, begin : begin + len(half)] = half
+        self._used[level + 1] += len(half)
+        if self._used[level + 1] == self._items.shape[1]:
+            self._compact(level + 1)
+
+    def _halve(self) -> None:
+        """Let all values count half as much, and drop those of level 0, when the last level is full."""
+        last = len(self._used) - 1
+        half = np.sort(self._items[last])[int(self._odd[last]) :: 2]
+        self._odd[last] = 1 - self._odd[last]
+        self._items[:last] = self._items[1:].copy()
+        self._used[:last] = self._used[1:].copy()
+        self._items[last, : len(half)] = half
+        self._used[last] = len(half)
+        # What was the last level is the one before it now, with the values that moved up.
+        self._used[last - 1] = 0
+
+
+def empty_sketches(n: int) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+    """Return the arrays of `n` empty sketches: values `[n, H, S]`, counts and parities `[n, H]`."""
+    return np.zeros((n, LEVELS, SIZE)), np.zeros((n, LEVELS), np.int64), np.zeros((n, LEVELS), np.int64)
+
+
+FIRST = 32
+"""Values of which the anchor is the median; until there are as many, they are kept."""
+_REACH = 16.0
+_REACH_OF_RARE = 4.0
+"""Where nearly all values are the anchor, whose deviation is far less than the distance of the others."""
+_WINDOW = 8192
+"""Values other than the anchor that are counted before all counts are halved."""
+_BELIEVED = 8
+"""So many values other than the anchor are believed, or half of all while there are fewer than twice as many."""
+_MOST = 2**30
+"""Of values that are the anchor, which are all others where they are not halved."""
+_LEAST_EXPONENT = -128
+"""Distances with smaller exponents count as those of this one."""
+
+
+class OutlierBounds:
+    """The bounds of n numbers, in arrays of a module: its buffers.
+
+    They are `first`, float64 `[32, n]`; `anchor`, float64 `[n]`; and `exponents`, int32 `[n, H]`, whose first column
+    counts values that are the anchor.
+    """
+
+    def __init__(self, state: HostState | Mapping[str, Numbers]) -> None:
+        """`state`: the arrays of `empty_bounds`, or a module with these buffers."""
+        self._state = state
+
+    def add(self, value_Bn: Floats) -> tuple[Floats, NDArray[np.bool_], Floats]:
+        """Count values, NaN for none; return what statistics have to learn now.
+
+        Returns:
+            The values `[B or B + 32, n]`; of which numbers they are all values so far, bool `[n]`, so that statistics
+            begin again with them; and the largest allowed distance from the anchor, float64 `[n]`.
+        """
+        first, anchor, exponents = (self._state[name] for name in ("first", "anchor", "exponents"))
+        count = exponents.sum(axis=1)
+        again = count < FIRST
+        if again.any():
+            kept = again & (np.arange(FIRST)[:, None] < count)
+            value_Bn = np.concatenate([np.where(kept, first, np.nan), value_Bn])
+            compact = np.take_along_axis(value_Bn, np.isnan(value_Bn).argsort(axis=0, kind="stable"), axis=0)[:FIRST]
+            present = (~np.isnan(compact)).sum(axis=0)
+            middle = np.maximum(present - 1, 0) // 2
+            # Between two values in the end, so that the anchor is no single event's.
+            after = middle + (present == FIRST)
+            median = np.take_along_axis(np.sort(compact, axis=0), np.stack([middle, after]), axis=0).mean(axis=0)
+            anchor[again] = np.nan_to_num(median[again])
+            exponents[again] = 0
+            first[:] = np.where(again & (present < FIRST), np.nan_to_num(compact), 0.0)
+        self._count(value_Bn)
+        reach = self._reach(exponents)
+        exponents[exponents[:, 1:].sum(axis=1) >= _WINDOW] >>= 1
+        np.minimum(exponents[:, 0], _MOST, out=exponents[:, 0])
+        return value_Bn, again, reach
+
+    def clip(self, value_Bn: Floats, reach: Floats) -> Floats:
+        """Return the values, those beyond the reach `[n]` of the anchor as if they were there."""
+        anchor = self._state["anchor"]
+        return np.clip(value_Bn, anchor - reach, anchor + reach)
+
+    def distance(self, value_Bn: Floats) -> Floats:
+        """Return how far each value is from the anchor, `[B, n]`."""
+        return np.abs(value_Bn - self._state["anchor"])
+
+    def _count(self, value_Bn: Floats) -> None:
+        exponents = self._state["exponents"]
+        # Bits 52 to 62 of a float64 are its exponent plus 1022, of numbers in 0.5..1; those of 0 are all 0.
+        exponent_Bn = (np.ascontiguousarray(self.distance(value_Bn)).view(np.int64) >> 52) - (1022 + _LEAST_EXPONENT)
+        np.clip(exponent_Bn, 0, exponents.shape[1] - 2, out=exponent_Bn)
+        exponent_Bn += 1
+        exponent_Bn[value_Bn == self._state["anchor"]] = 0
+        exponent_Bn += np.arange(len(exponents)) * exponents.shape[1]
+        missing = np.isnan(value_Bn)
+        found = exponent_Bn[~missing] if missing.any() else exponent_Bn.reshape(-1)
+        np.add.at(exponents.reshape(-1), found, np.int32(1))
+
+    @staticmethod
+    def _reach(exponents: NDArray[np.int32]) -> Floats:
+        others = exponents[:, 1:].cumsum(axis=1)
+        total = others[:, -1]
+        middle = (others >= np.maximum((total + 1) // 2, 1)[:, None]).argmax(axis=1)
+        count = np.maximum(exponents[:, 0] + total, 1)
+        believed = (total > 0) & (total >= np.minimum(_BELIEVED, (count + 1) // 2))
+        wide = np.maximum(_REACH * np.sqrt(total / count), _REACH_OF_RARE)
+        return np.where(believed, wide * np.exp2(middle.astype(np.float64) + _LEAST_EXPONENT), 0.0)
+
+
+def empty_bounds(n: int, *, exponents: int) -> dict[str, Numbers]:
+    """Return the arrays of bounds of n numbers without values; distances have up to `exponents` binary exponents."""
+    counts = np.zeros((n, 1 + exponents), np.int32)
+    return {"first": np.zeros((FIRST, n)), "anchor": np.zeros(n), "exponents": counts}
+
 
 LIMIT = 10.0
 """Scaled values are cut off here, so that one outlier cannot ruin the weights."""

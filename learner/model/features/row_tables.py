@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learner.errors import ModelError
-from learner.model.factory import forward
-from learner.model.features.learned import LearnedFeatures
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.factory import forward
+from anabranch.learner.model.features.learned import LearnedFeatures
+from anabranch.learner.model.features.vocabulary import VocabularyTable
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -32,7 +33,7 @@ def row_tables(
     Raises:
         ModelError: there is none, it has too few rows, takes other numbers than the rows, or is not trained.
     """
-    tables = learned.vocabularies
+    tables = learned.of(VocabularyTable)
     was_training = model.training
     try:
         for table in tables.values():

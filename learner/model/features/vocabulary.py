@@ -5,10 +5,10 @@ A key gets a row when a count sketch has seen it `min_count` times. It loses the
 not seen for the longest (as Einziger, Friedman & Manes 2017, "TinyLFU"). All follows from the keys, their batches and
 the times of their records.
 
-Keys without a row share the first rows, by a hash. A key that gets a row starts there with what a model has in the row
-that it shared until then.
+Keys without a row share the first rows, by a hash, which torch computes, so that a pass on any device gives what the
+host has. A key that gets a row starts there with what a model has in the row that it shared until then.
 
-Legend: B events, m keys, N rows.
+Legend: B events, m keys, N rows; D rows of the sketch, W columns.
 """
 
 import heapq
@@ -22,10 +22,68 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ingest.feature_settings import LearnedVocabulary
-from learner.model.features import count_sketch
-from learner.model.features.host_state import HostState, write
-from learner.model.features.mixing import mixed
+from anabranch.ingest.settings.features import LearnedVocabulary
+from anabranch.learner.model.features.host_state import HostState, write
+
+_INCREMENT = -7046029254386353131  # 0x9E3779B97F4A7C15
+_FIRST, _SECOND = -4658895280553007687, -7723592293110705685  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mixed(key: Tensor) -> Tensor:
+    """Return the hash of each int64, by the finalizer of SplitMix64 (Steele, Lea & Flood 2014)."""
+    key = key + _INCREMENT
+    key = (key ^ _shifted(key, 30)) * _FIRST
+    key = (key ^ _shifted(key, 27)) * _SECOND
+    return key ^ _shifted(key, 31)
+
+
+def crossed(keys: list[Tensor]) -> Tensor:
+    """Return one hash for what several int64 tensors of one shape have together, in their order."""
+    together = torch.zeros_like(keys[0])
+    for key in keys:
+        together = mixed(together * _SECOND + key)
+    return together
+
+
+def _shifted(key: Tensor, bits: int) -> Tensor:
+    """Shift to the right as if the integers had no sign."""
+    return (key >> bits) & ((1 << (64 - bits)) - 1)
+
+
+DEPTH = 4
+_MOST_COUNT = 255
+"""The largest count."""
+
+Counts = NDArray[np.uint8]
+
+
+def sketch_width(rows: int) -> int:
+    """Return the columns of the sketch of a vocabulary: 16 or more for each row, a power of two."""
+    return 1 << (16 * rows - 1).bit_length()
+
+
+def count_keys(table: Counts, keys: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count each of m distinct keys; return how often each was seen, int64 `[m]`: exact, or too much.
+
+    `table` is a count-min sketch (Cormode & Muthukrishnan 2005) with the conservative update of Estan & Varghese 2002,
+    uint8 `[D, W]`, with W a power of two.
+    """
+    cells = _cells(keys, table.shape[1])
+    depth = np.arange(len(table))[:, None]
+    seen: NDArray[np.int64] = np.minimum(table[depth, cells].min(axis=0) + counts, _MOST_COUNT)
+    np.maximum.at(table, (np.broadcast_to(depth, cells.shape), cells), seen.astype(np.uint8))
+    return seen
+
+
+def _cells(keys: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """Return the column of each key in each row, int64 `[D, m]`."""
+    hashes = torch.from_numpy(keys)
+    rows = list[NDArray[np.int64]]()
+    for _ in range(DEPTH):
+        hashes = mixed(hashes)
+        rows.append(hashes.numpy() & (width - 1))
+    return np.stack(rows)
+
 
 EMPTY = 2**63 - 1
 """In place of a key where there is none."""
@@ -42,13 +100,13 @@ _CONFIRMED = 256
 _EXPIRE_MS = 30 * 86_400_000.0
 """In place of `expire` where there is none, which a later start may set."""
 _OLDEST = 1024
+"""Rows whose order of age is computed at once."""
 _WINDOW = 32
 """Keys without a row, for each row of the table, that are counted before all counts are halved."""
 _COMPARED = 32
 """How many of the oldest rows a new value is compared with: it takes that of the rarest value."""
 _SHARED = 4
 """One of so many rows is shared."""
-"""Rows whose order of age is computed at once."""
 
 _BY_ROW = ("seen_step", "seen_ms", "count", "owner")
 
@@ -94,7 +152,7 @@ class VocabularyTable(nn.Module):
         self.register_buffer("keys", torch.full((self.size - self.shared,), EMPTY))
         self.register_buffer("rows", torch.zeros(self.size - self.shared, dtype=torch.int64))
         by_row = {name: torch.zeros(self.size, dtype=torch.int64) for name in _BY_ROW}
-        sketch = torch.zeros(count_sketch.DEPTH, count_sketch.width_for(self.size), dtype=torch.uint8)
+        sketch = torch.zeros(DEPTH, sketch_width(self.size), dtype=torch.uint8)
         totals, times = torch.zeros(5, dtype=torch.int64), torch.zeros(_TIMES, dtype=torch.int64)
         self.state = HostState(**by_row, sketch=sketch, totals=totals, times=times)
         self._cache: _Cache | None = None
@@ -132,7 +190,7 @@ class VocabularyTable(nn.Module):
         hits = cache.rows[at[known]]
         self._see(hits, state["count"][hits] + counts[known])
         gone = self._expired(cache)
-        seen = count_sketch.add(state["sketch"], keys[~known], counts[~known])
+        seen = count_keys(state["sketch"], keys[~known], counts[~known])
         enough = seen >= self._min_count
         fresh = self._admit(cache, keys[~known][enough], seen[enough], gone)
         self._age(int(counts[~known].sum()))
@@ -266,7 +324,7 @@ class VocabularyTable(nn.Module):
         totals[_ADDED] += added
         if totals[_ADDED] >= _WINDOW * self.size:
             totals[_ADDED] //= 2
-            count_sketch.halve(self.state["sketch"])
+            self.state["sketch"][:] >>= 1
             self.state["count"][:] >>= 1
 
     def _rewrite(self, cache: _Cache, gone: set[int], fresh: dict[int, int]) -> None:

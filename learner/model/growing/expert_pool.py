@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from learner.errors import ModelError
-from learner.model.embedding import embedding_of
-from learner.model.growing.parts import Pool, Run
-from learner.model.growing.router import Chosen, fixed
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.embedding import embedding_of
+from anabranch.learner.model.growing.pool import Chosen, Pool, Run, fixed
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv1d: functional.conv1d,

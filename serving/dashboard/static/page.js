@@ -297,7 +297,8 @@ function renderTiles() {
   const behind = rates.rows_new > 0 ? `about ${duration(rows / rates.rows_new)} at this rate` : "and nothing is trained on";
   figure("behind", !learner || health.silent ? "" : stale ? `${count(lag)} as of ${age(asked)} ago` : lag === 0 ? "nothing waits" : behind);
   figure("lag_seconds", learner && !health.silent && !stale ? `oldest waits ${duration(learner.lag_seconds)}${learner.behind ? ", lag policy holds" : ""}` : "age not known");
-  figure("partitions", `${partitions.length} ${partitions.length === 1 ? "partition" : "partitions"}`);
+  const topics = partitions.filter((partition) => !partition.history).length;
+  figure("partitions", `${topics} ${topics === 1 ? "partition" : "partitions"}`);
   renderDevice(health.silent ? null : learner?.device);
   for (const host of document.querySelectorAll("[data-spark]")) {
     /* Series of one unit and meaning share a band; "|" begins another. */
@@ -467,10 +468,19 @@ const lacking = (lags) => {
   return late.length ? `lacks the newest ${pairs(Object.fromEntries(late), (lag) => `for ${duration(lag)}`)}` : "has everything";
 };
 
+/* Numbers that an extension reports, in the unit that a name ends with. */
+const UNITS = { _seconds: duration, _bytes: bytes, _ratio: percent };
+const numbers = (own) => Object.entries(own).map(([name, value]) => {
+  const unit = Object.keys(UNITS).find((end) => name.endsWith(end)) ?? "";
+  const format = (one) => (typeof one === "number" ? (UNITS[unit] ?? count)(one) : known(one) ? String(one) : NONE);
+  const found = known(value) && typeof value === "object" ? pairs(value, format) || "none" : format(value);
+  return `${name.slice(0, name.length - unit.length).replaceAll("_", " ")} ${found}`;
+}).join("; ");
+
 function renderFacts() {
   const { learner, serving, baseline } = status, ago = (time) => `${age(status.time - time)} ago`;
   const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0, { shadow } = serving, device = learner?.device_sharing;
-  const learned = learner?.backfill?.done ? [["History", `${count(learner.backfill.rows_read)} rows of ${count(learner.backfill.files)} files were read`, "backfill"]] : [];
+  const learned = learner?.backfill?.done ? [["History", `${count(learner.backfill.rows_read)} rows of ${count(learner.backfill.files)} ${learner.backfill.files === 1 ? "file" : "files"} were read`, "backfill"]] : [];
   const training = [
     ...learned,
     ["Strategy", learner?.strategy || NONE],
@@ -485,6 +495,7 @@ function renderFacts() {
   if (search) training.push(["Search", `${pairs(search.values, digits)}${search.pinned ? ", pinned" : `, ${count(search.challengers.length)} challengers`}${Object.keys(search.outcomes).length ? `; ended: ${pairs(search.outcomes, count)}` : ""}`, "search"]);
   const labels = learner?.labels;
   if (labels) training.push(["Late labels", `${count(labels.waiting)} events wait${known(labels.lag_p99_seconds) ? `, labels take ${duration(labels.lag_p50_seconds)}, 99 % of them less than ${duration(labels.lag_p99_seconds)}` : ""}`, "labels"]);
+  for (const [name, own] of Object.entries(learner?.extensions ?? {})) training.push([`${name[0].toUpperCase()}${name.slice(1).replaceAll("_", " ")}`, numbers(own)]);
   const undo = learner?.undo;
   const undone = undo && `number ${undo.number}, without ${count(undo.offsets)} offsets: ${undo.left ? `${percent(undo.fraction)} learned again, ${count(undo.left)} offsets left` : "learned again"}`;
   const state = [

@@ -3,25 +3,23 @@
 import json
 import re
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from anabranch.cli import app as cli
-from anabranch.commands.backtest import BacktestResult, _decoded, backtest
-from anabranch.commands.backtesting import training
+from anabranch import cli
+from anabranch.commands.backtest.measure import BacktestResult, _decoded, run_backtest
 from anabranch.commands.event_files.files import FileRecord
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.feature_settings import Number
-from learner.loop_parts.learning_step import LearningStep
-from replay.build import build_store
-from replay.store import Store
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.features import Number
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.checkpoints import stored_events
+from anabranch.learner.step.learning_step import LearningStep
+from anabranch.replay.build import build_store
+from anabranch.replay.store import Store
 from tests.support.tokenizer import write_tokenizer
 
 
@@ -82,7 +80,7 @@ def test_each_event_is_scored_before_it_is_trained_on(example, file):
     lines = file.read_text().splitlines()[:1] * 32
     file.write_text("\n".join(lines))
     config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__BATCH_SIZE": "32"})
-    (point,) = backtest(config, file).points
+    (point,) = run_backtest(config, file).points
     assert point.overall in (0.0, 1.0), "one prediction for one event that was never seen"
 
 
@@ -90,10 +88,10 @@ def test_each_event_is_scored_before_it_is_trained_on(example, file):
 @pytest.mark.parametrize("strategy", ["none", "er", "der++", "mir"])
 def test_every_kind_of_strategy_runs(example, file, strategy):
     config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STRATEGY": strategy})
-    assert backtest(config, file).points[-1].recent > 0.3
+    assert run_backtest(config, file).points[-1].recent > 0.3
 
 
-def test_a_file_without_labels_is_one_sentence(run: Callable[..., Any], example: Path) -> None:
+def test_a_file_without_labels_is_one_sentence(run, example):
     (example / "none.jsonl").write_text(json.dumps({"x": [0.0] * 64}) + "\n")
     code, out, err = run(example / "none.jsonl")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -101,13 +99,13 @@ def test_a_file_without_labels_is_one_sentence(run: Callable[..., Any], example:
 
 
 @pytest.fixture
-def late(example: Path) -> Callable[..., Path]:
+def late(example):
     """1,000 events, one a minute; one of four is positive: its largest feature is the second, and its label comes late.
 
     The first argument is the delay of positives in seconds; the labels of negatives never come. Others are settings.
     """
 
-    def write(delay: float, **labels: object) -> Path:
+    def write(delay, **labels):
         text, model = (example / "pipeline.toml").read_text(), example / "my_model.py"
         model.write_text(model.read_text().replace("nn.Linear(hidden, 10)", "nn.Linear(hidden, 2)"))
         options = {"topics": ["labels"], "wait": "1h", "unmatched": "negative", **labels}
@@ -129,7 +127,7 @@ def late(example: Path) -> Callable[..., Path]:
     return write
 
 
-def test_labels_come_at_their_own_time(run: Callable[..., Any], late: Callable[..., Path]) -> None:
+def test_labels_come_at_their_own_time(run, late):
     """Positives that come after half an hour are learned from; the same that come after the wait are negatives."""
     code, out, err = run(late(1800.0), "--label-time", "known", "--json")
     document = json.loads(out)
@@ -142,16 +140,14 @@ def test_labels_come_at_their_own_time(run: Callable[..., Any], late: Callable[.
     assert document["points"][0]["overall_loss"] > document["points"][-1]["overall_loss"]
 
 
-def test_a_label_after_the_wait_does_not_count(run: Callable[..., Any], late: Callable[..., Path]) -> None:
+def test_a_label_after_the_wait_does_not_count(run, late):
     (only,) = json.loads(run(late(7200.0), "--label-time", "known", "--json")[1])["runs"]
     assert (only["labelled"], only["timed_out"]) == (0, 933), "those up to an hour before the last batch of 32"
     assert 0.7 < only["overall"] < 0.8, "all are taken for negatives"
 
 
 @pytest.mark.slow
-def test_a_wrong_time_of_an_event_lets_no_other_label_come_early(
-    run: Callable[..., Any], late: Callable[..., Path]
-) -> None:
+def test_a_wrong_time_of_an_event_lets_no_other_label_come_early(run, late):
     path = late(1800.0)
     events = [json.loads(line) for line in path.read_text().splitlines()]
     for index in (500, 512):  # within a batch of 32, and the first of one
@@ -163,7 +159,7 @@ def test_a_wrong_time_of_an_event_lets_no_other_label_come_early(
 
 
 @pytest.mark.slow
-def test_policies_and_replay_are_compared_side_by_side(run: Callable[..., Any], late: Callable[..., Path]) -> None:
+def test_policies_and_replay_are_compared_side_by_side(run, late):
     file = late(1800.0, early="negative-then-correct")
     document = json.loads(run(file, "--label-time", "known", "--compare", "--json")[1])
     runs = [(each["policy"], each["replay"]) for each in document["runs"]]
@@ -179,19 +175,19 @@ def test_policies_and_replay_are_compared_side_by_side(run: Callable[..., Any], 
 
 
 @pytest.mark.slow
-def test_replay_is_compared_without_late_labels_too(run: Callable[..., Any], file: Path) -> None:
+def test_replay_is_compared_without_late_labels_too(run, file):
     runs = json.loads(run(file, "--compare", "--json")[1])["runs"]
     assert [(each["policy"], each["replay"]) for each in runs] == [("labelled", True), ("labelled", False)]
     assert runs[0]["overall_loss"] < runs[1]["overall_loss"]
 
 
-def test_no_prediction_is_by_a_model_that_has_seen_a_later_label(example: Path, late: Callable[..., Path]) -> None:
+def test_no_prediction_is_by_a_model_that_has_seen_a_later_label(example, late):
     """With a delay beyond the end of the file, and a wait as long, nothing is learned and all predictions are equal."""
     config = load_config(late(1e8, wait="10000d").parent / "pipeline.toml", {})
-    result = backtest(config, example / "late.jsonl", label_time="known")
+    result = run_backtest(config, example / "late.jsonl", label_time="known")
     assert (result.runs[0].labelled, result.runs[0].timed_out) == (0, 0)
     early = load_config(example / "pipeline.toml", {"ANABRANCH__STREAM__LABELS__EARLY": "negative-then-correct"})
-    (all_negative,) = backtest(early, example / "late.jsonl", label_time="known").runs
+    (all_negative,) = run_backtest(early, example / "late.jsonl", label_time="known").runs
     assert 0.7 < all_negative.overall < 0.8, "early negatives alone make all events negatives"
 
 
@@ -205,9 +201,7 @@ def test_no_prediction_is_by_a_model_that_has_seen_a_later_label(example: Path, 
         ("not a name", "", "name a column of the file that has letters"),
     ],
 )
-def test_what_delays_no_label_is_one_sentence(
-    run: Callable[..., Any], late: Callable[..., Path], example: Path, column: str, taken_out: str, sentence: str
-) -> None:
+def test_what_delays_no_label_is_one_sentence(run, late, example, column, taken_out, sentence):
     file, path = late(60.0), example / "pipeline.toml"
     path.write_text(re.sub(taken_out, "", path.read_text()))
     code, _, err = run(file, "--label-time", column)
@@ -248,10 +242,10 @@ EMBEDDED = "self.table, self.out = nn.Embedding(64, 8), nn.Linear(8, 2)", "retur
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Callable[..., Path]:
+def table(tmp_path):
     """Writes a pipeline with one feature, a model and 3,000 events of two classes; returns the file of the events."""
 
-    def write(feature: str, model: tuple[str, str], value: Callable[[int, Any], Any], more: str = "") -> Path:
+    def write(feature, model, value, more=""):
         (tmp_path / "pipeline.toml").write_text(TABLE.format(feature=feature) + more)
         (tmp_path / "my_model.py").write_text(MODEL.format(parts=model[0], forward=model[1]))
         random, path = np.random.default_rng(0), tmp_path / "table.jsonl"
@@ -262,19 +256,19 @@ def table(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def vector(label: int, random: Any) -> list[float]:
+def vector(label, random):
     return [float(each) for each in random.standard_normal(3) + 2 * (2 * label - 1)]
 
 
-def user(label: int, random: Any) -> str:
+def user(label, random):
     return f"u{2 * random.integers(20) + label}"
 
 
 FLOATS = 'dtype = "float32"\nshape = [3]'
 
 
-def overall(file: Path, **options: Any) -> float:
-    return backtest(load_config(file.parent / "pipeline.toml", {}), file, **options).runs[0].overall
+def overall(file, **options):
+    return run_backtest(load_config(file.parent / "pipeline.toml", {}), file, **options).runs[0].overall
 
 
 @pytest.mark.slow
@@ -288,14 +282,12 @@ def overall(file: Path, **options: Any) -> float:
     ],
     ids=["standard", "robust", "quantile", "vocabulary"],
 )
-def test_features_are_learned_as_in_the_pipeline(
-    table: Callable[..., Path], feature: str, model: tuple[str, str], value: Callable[..., Any]
-) -> None:
+def test_features_are_learned_as_in_the_pipeline(table, feature, model, value):
     assert overall(table(feature, model, value)) > 0.9, "0.5 to 0.75 without them"
 
 
 @pytest.mark.slow
-def test_intercepts_are_learned_as_in_the_pipeline(table: Callable[..., Path]) -> None:
+def test_intercepts_are_learned_as_in_the_pipeline(table):
     more = "[schema.features.z]\ndtype = 'float32'\ndefault = 0.0\n"
     bias = "self.bias = nn.Parameter(torch.zeros(2))", "return self.bias.expand(len(z), 2)"
     file = table('dtype = "string"\nencode = {learn = 64, min_count = 1}\nintercept = true', bias, user, more)
@@ -310,10 +302,10 @@ BY_CLASS = '[replay]\nadmission = "class-balanced"\nsampling = "loss"\ncapacity 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", get_args(Number))
 @pytest.mark.parametrize("replay", ["", BY_CLASS], ids=["uniform", "by class and loss"])
-def test_every_dtype_of_the_schema_is_replayed(table: Callable[..., Path], dtype: str, replay: str) -> None:
+def test_every_dtype_of_the_schema_is_replayed(table, dtype, replay):
     """The class is whether the value is at least 60, or true."""
 
-    def value(label: int, random: Any) -> bool | float | int:
+    def value(label, random):
         number = 60 * label + int(random.integers(60))
         return bool(label) if dtype == "bool" else float(number) if dtype.startswith("float") else number
 
@@ -325,48 +317,45 @@ class TestTheStoreOfABacktest:
     """It is that of the pipeline."""
 
     @pytest.fixture
-    def stores(self, monkeypatch: pytest.MonkeyPatch) -> list[Store]:
+    def stores(self, monkeypatch):
         """Those that backtests have built."""
         built: list[Store] = []
 
-        def build(*given: Any, **named: Any) -> Store:
+        def build(*given, **named):
             built.append(build_store(*given, **named))
             return built[-1]
 
-        monkeypatch.setattr(training, "build_store", build)
+        monkeypatch.setattr(stored_events, "build_store", build)
         return built
 
     @pytest.mark.slow
     @pytest.mark.parametrize("tier", ["", 'disk = {bytes = "1MB"}\n', 'redis = {url = "redis://h:1", bytes = "1MB"}\n'])
-    def test_holds_what_the_settings_say_in_memory(
-        self, table: Callable[..., Path], stores: list[Store], tier: str
-    ) -> None:
+    def test_holds_what_the_settings_say_in_memory(self, table, stores, tier):
         file = table(FLOATS, LINEAR, vector, BY_CLASS + tier)
         before = {*file.parent.iterdir()}
         assert overall(file) > 0.9
         (store,) = stores
-        assert (store.capacity, list(store.tiers.bounds)) == (100, ["device"])
+        assert (store.capacity, [tier.name for tier in store.tiers.all]) == (100, ["device"])
         new = {*file.parent.rglob("*")} - before
         assert [path for path in new if "__pycache__" not in path.parts] == []
 
     @pytest.mark.slow
-    def test_replays_by_the_ratio_that_is_measured(
-        self, table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_replays_by_the_ratio_that_is_measured(self, table, monkeypatch):
         """A stream that retains everything replays nothing; a part is held out, by which that is measured."""
         replayed = []
         take = LearningStep.take
 
-        def counted(step: LearningStep, *given: Any) -> Any:
-            replayed.append(0 if (result := take(step, *given)) is None else result.replayed)
-            return result
+        def counted(step, *given):
+            taken = take(step, *given)
+            replayed.append(sum(each.result.replayed for each in taken if each.result is not None))
+            return taken
 
         monkeypatch.setattr(LearningStep, "take", counted)
         file = table(FLOATS, LINEAR, vector, 'replay_ratio = "auto"\n[gate]\nholdout_fraction = 0.1\n')
         text = (file.parent / "pipeline.toml").read_text().replace('replay_ratio = "auto"\n', "")
         text = text.replace("[learner]\n", '[learner]\nreplay_ratio = "auto"\n')
         (file.parent / "pipeline.toml").write_text(text)
-        result = backtest(load_config(file.parent / "pipeline.toml", {}), file, compare=True)
+        result = run_backtest(load_config(file.parent / "pipeline.toml", {}), file, compare=True)
         assert sum(replayed) == 0
         assert result.runs[0].overall == result.runs[1].overall
         assert result.events + result.held_out == 3000
@@ -374,21 +363,22 @@ class TestTheStoreOfABacktest:
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_next_to_others(table: Callable[..., Path]) -> None:
+def test_a_run_is_the_same_next_to_others(table):
     dropped = "self.drop, self.out = nn.Dropout(0.5), nn.Linear(3, 2)", "return self.out(self.drop(x))"
     file = table(FLOATS, dropped, vector)
     assert overall(file) == overall(file, compare=True)
 
 
 @pytest.mark.slow
-def test_events_on_which_the_model_raises_are_left_out(table: Callable[..., Path], caplog: Any) -> None:
+def test_events_on_which_the_model_raises_are_left_out(table, caplog):
     raising = LINEAR[0], "assert (x[:, 0] < 4.0).all()\n        return self.out(x)"
     file = table(FLOATS, raising, vector)
     assert overall(file) > 0.9
     assert "the model raises on table.jsonl[0]@" in caplog.text
 
 
-def test_a_model_that_raises_on_all_events_is_named(table: Callable[..., Path]) -> None:
+@pytest.mark.slow
+def test_a_model_that_raises_on_all_events_is_named(table):
     raising = LINEAR[0], "assert not (x != 0).any(), 'only zeros'\n        return self.out(x)"
     file = table(FLOATS, raising, vector)
     with pytest.raises(
@@ -397,7 +387,8 @@ def test_a_model_that_raises_on_all_events_is_named(table: Callable[..., Path]) 
         overall(file)
 
 
-def test_a_text_that_a_tokenizer_cannot_encode_is_left_out_and_named(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_text_that_a_tokenizer_cannot_encode_is_left_out_and_named(tmp_path):
     backtracks = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     path = write_tokenizer(tmp_path / "tokenizer.json", pre_tokenizer=backtracks)
     feature = {"dtype": "string", "encode": {"tokenizer": str(path), "length": 4}}

@@ -2,33 +2,33 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from anabranch.cli import app as cli
-from anabranch.commands.backup import IN_PARTS, LEFT_OUT, Backup, back_up
-from anabranch.config.loader import Config, load_config
+from anabranch import cli
+from anabranch.commands.checkpoints.backup import IN_PARTS, LEFT_OUT, Backup, back_up
+from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.core.stream_secret import StreamSecret
 from anabranch.core.temporary_files import temporary_folder
-from ingest.events.schema import Schema
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.opening import hold_storage
-from learner.state_dir.bases import bases_in
-from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
-from learner.state_dir.lock import hold_state_directory
-from learner.state_dir.undo_file import read_undo
-from learner.state_dir.version import Manifest, RegistryState, Verdict, Versions, reference_to
-from replay.erasure.erased_events import ByRange
-from replay.erasure.erasure_log import NAME as ERASURES
-from replay.erasure.erasure_log import ErasureLog
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.checkpoints.format import RANK, Checkpoint, Checkpoints
+from anabranch.learner.object_storage.opening import lease_storage
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.state_dir.lock import lock_state_directory
+from anabranch.learner.state_dir.undo_file import read_undo
+from anabranch.learner.versions.format import Manifest, RegistryState, Verdict, Versions, reference_to
+from anabranch.replay.erasure.erased_events import ByRange
+from anabranch.replay.erasure.erasure_log import NAME as ERASURES
+from anabranch.replay.erasure.erasure_log import ErasureLog
 from tests.pipelines import Learner, adds_up
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference.md"
@@ -38,22 +38,22 @@ FROZEN = b"frozen weights"
 class Stopped:
     """The state directory of a learner that does not run, with files of all kinds."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config):
         self.config = config
         self.state_dir = config.state_dir
         self.schema = Schema(config.pipeline.events).digest
         self.checkpoints = Checkpoints(self.state_dir / "checkpoints", self.schema, 1)
         self.versions = Versions(self.state_dir / "versions")
-        with hold_state_directory(self.state_dir):
+        with lock_state_directory(self.state_dir):
             StreamSecret.open(self.state_dir)
         for number in (1, 2, 3):
             self.checkpoint(number)
 
-    def checkpoint(self, number: int) -> None:
+    def checkpoint(self, number):
         parts = {"model": {"w": torch.full((100,), float(number))}, "same": {"w": torch.ones(100)}}
         self.checkpoints.write(number, Checkpoint(10 * number, parts, {"ledger": []}), float(number))
 
-    def version(self, number: int, base: str | None = None) -> None:
+    def version(self, number, base=None):
         manifest = Manifest(
             number=number,
             generation=1,
@@ -72,11 +72,11 @@ class Stopped:
 
 
 @pytest.fixture
-def stopped(example: Path) -> Stopped:
+def stopped(example):
     return Stopped(load_config(example / "pipeline.toml"))
 
 
-def test_the_copy_is_a_state_directory(stopped: Stopped, tmp_path: Path) -> None:
+def test_the_copy_is_a_state_directory(stopped, tmp_path):
     import hashlib
 
     sha256 = hashlib.sha256(FROZEN).hexdigest()
@@ -97,11 +97,11 @@ def test_the_copy_is_a_state_directory(stopped: Stopped, tmp_path: Path) -> None
     assert versions.state().serving == 2
     assert bases_in(target).is_intact(sha256)
     assert StreamSecret.read(target).value == StreamSecret.read(stopped.state_dir).value  # type: ignore[union-attr]
-    with hold_state_directory(target) as generation:
+    with lock_state_directory(target) as generation:
         assert generation == 2
 
 
-def test_whatever_else_is_there_is_in_it_unless_it_is_named_as_left_out(stopped: Stopped, tmp_path: Path) -> None:
+def test_whatever_else_is_there_is_in_it_unless_it_is_named_as_left_out(stopped, tmp_path):
     table = REFERENCE.read_text().partition("## The state directory")[2].partition("\n## ")[0]
     for path in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE):
         name = path.partition("/")[0]
@@ -119,7 +119,56 @@ def test_whatever_else_is_there_is_in_it_unless_it_is_named_as_left_out(stopped:
     assert (target / ERASURES).read_bytes() == b'{"complete": 1}\n'
 
 
-def test_it_is_made_completely_or_not_at_all(stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", ["file", "folder", "folder/file", "folder/inner"])
+def test_what_the_learner_removes_meanwhile_is_not_in_it(stopped, tmp_path, monkeypatch, gone):
+    inner = stopped.state_dir / "folder" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent, stopped.state_dir):
+        (folder / "file").write_text("1")
+    listed, is_file, is_dir, list_folder = stopped.state_dir / gone, Path.is_file, Path.is_dir, os.scandir
+
+    def remove():
+        shutil.rmtree(listed) if is_dir(listed) else listed.unlink(missing_ok=True)
+
+    def remove_once_listed(path):
+        entries = [*list_folder(path)]
+        if not isinstance(path, int) and Path(path) == listed.parent:
+            monkeypatch.undo()
+            remove()
+        return contextlib.nullcontext(entries)
+
+    def remove_once_seen(path):
+        seen = is_dir(path) if gone == "folder" else is_file(path)
+        if path == listed:
+            remove()
+        return seen
+
+    if "/" in gone:
+        monkeypatch.setattr("shutil.os.scandir", remove_once_listed)
+    else:
+        monkeypatch.setattr(Path, "is_dir" if gone == "folder" else "is_file", remove_once_seen)
+    target = tmp_path / "backup"
+    back_up(stopped.config, target)
+    monkeypatch.undo()
+    assert not (target / gone).exists()
+    rest = {"file", "folder/file", "folder/inner/file"}
+    assert {path for path in rest if (target / path).exists()} == {path for path in rest if not path.startswith(gone)}
+
+
+def test_a_file_that_cannot_be_copied_is_an_error(stopped, tmp_path, monkeypatch):
+    (stopped.state_dir / "folder").mkdir()
+    (stopped.state_dir / "folder" / "file").write_text("1")
+
+    def fail(*_, **__):
+        raise shutil.Error([(str(stopped.state_dir / "folder" / "file"), "", "no space left")])
+
+    monkeypatch.setattr("shutil.copytree", fail)
+    with pytest.raises(SettingsError, match="no space left"):
+        back_up(stopped.config, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+
+
+def test_it_is_made_completely_or_not_at_all(stopped, tmp_path, monkeypatch):
     target = tmp_path / "backup"
     target.mkdir()
     (target / "mine").touch()
@@ -127,11 +176,11 @@ def test_it_is_made_completely_or_not_at_all(stopped: Stopped, tmp_path: Path, m
         back_up(stopped.config, target)
     (target / "mine").unlink()
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as later:
-        later.setattr("anabranch.commands.backup.copy_rows", full)
+        later.setattr("anabranch.learner.checkpoints.checkpoint_copy.copy_rows", full)
         with pytest.raises(SettingsError, match="cannot be written: No space left"):
             back_up(stopped.config, target)
     assert [*tmp_path.glob("*backup*")] == [target]
@@ -144,23 +193,21 @@ def test_it_is_made_completely_or_not_at_all(stopped: Stopped, tmp_path: Path, m
     assert [*tmp_path.glob("*backup*")] == [target]
 
 
-def test_a_newest_checkpoint_that_is_deleted_or_undone_meanwhile_is_copied_again(
-    stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from anabranch.commands import backup
+def test_a_newest_checkpoint_that_is_deleted_or_undone_meanwhile_is_copied_again(stopped, tmp_path, monkeypatch):
+    from anabranch.learner.checkpoints import checkpoint_copy
 
     changes: list[Callable[[], object]] = [
         lambda: stopped.checkpoints.delete(3),
         lambda: (stopped.state_dir / "undo.json").write_text('{"format": 1, "records": []}'),
         lambda: stopped.checkpoints.delete(1),
     ]
-    copy = backup.copy_rows
+    copy = checkpoint_copy.copy_rows
 
-    def copy_rows(*args: Any) -> None:
+    def copy_rows(*args):
         copy(*args)
         changes.pop(0)()
 
-    monkeypatch.setattr(backup, "copy_rows", copy_rows)
+    monkeypatch.setattr(checkpoint_copy, "copy_rows", copy_rows)
     made = back_up(stopped.config, tmp_path / "backup")
     assert (made.checkpoint, made.older) == (2, [])
     assert Checkpoints(tmp_path / "backup" / "checkpoints", stopped.schema, 1).numbers() == [2]
@@ -173,7 +220,7 @@ def test_a_newest_checkpoint_that_is_deleted_or_undone_meanwhile_is_copied_again
         back_up(stopped.config, tmp_path / "second")
 
 
-def test_what_is_damaged_is_left_out_and_said(stopped: Stopped, tmp_path: Path) -> None:
+def test_what_is_damaged_is_left_out_and_said(stopped, tmp_path):
     stopped.version(1)
     stopped.version(2)
     for path in ("checkpoints/3/rank-0/model.safetensors", "versions/1/model.safetensors"):
@@ -187,14 +234,14 @@ def test_what_is_damaged_is_left_out_and_said(stopped: Stopped, tmp_path: Path) 
         back_up(stopped.config, tmp_path / "second")
 
 
-def test_a_state_that_only_the_object_store_has_is_backed_up(example: Path, tmp_path: Path) -> None:
+def test_a_state_that_only_the_object_store_has_is_backed_up(example, tmp_path):
     url, path = f"file://{tmp_path}/bucket", example / "pipeline.toml"
     path.write_text(f'{path.read_text()}\n[storage]\nurl = "{url}"\nmode = "only"\n')
     config, other = load_config(path), tmp_path / "other"
     schema = Schema(config.pipeline.events).digest
     with (
-        hold_state_directory(other) as generation,
-        hold_storage(StorageSettings(url=url, mode="only"), other, generation) as held,
+        lock_state_directory(other) as generation,
+        lease_storage(StorageSettings(url=url, mode="only"), other, generation) as held,
     ):
         ErasureLog(other / ERASURES).append([ByRange(time=0.0, by="command", partition="t#0[0]", first=1, last=2)])
         stored = Checkpoints(other, schema, held.lease.generation, held.checkpoints)
@@ -204,9 +251,7 @@ def test_a_state_that_only_the_object_store_has_is_backed_up(example: Path, tmp_
     assert Checkpoints(tmp_path / "backup" / "checkpoints", schema, 1).part(7, "model")["w"].tolist() == [1.0] * 9
 
 
-def test_the_command_prints_what_is_in_it_and_makes_it_for_this_user_alone(
-    stopped: Stopped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_what_is_in_it_and_makes_it_for_this_user_alone(stopped, tmp_path, capsys):
     arguments = ["checkpoints", "backup", str(tmp_path / "a"), "-c", str(stopped.config.path)]
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.startswith("backed up checkpoint 3 of step 30, written at 1970-")
@@ -269,20 +314,13 @@ EVENTS, LABELLED = 120, 80
 )
 @pytest.mark.parametrize("runs", [True, False], ids=["while-it-runs", "when-it-does-not"])
 def test_a_learner_with_all_features_goes_on_from_a_backup(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., Any],
-    write_pipeline: Callable[..., Path],
-    tmp_path: Path,
-    of_z: str,
-    more: str,
-    runs: bool,
-) -> None:
+    kafka, make_topic, produce, write_pipeline, tmp_path, of_z, more, runs
+):
     topic, labels = make_topic(1), make_topic(1)
     path = write_pipeline(kafka.bootstrap, topic, REST + more, MODEL, stream=STREAM.format(labels=labels) + of_z)
     config = load_config(path)
 
-    def send(first: int, last: int, *, labelled: bool = False) -> None:
+    def send(first, last, *, labelled=False):
         numbers = range(first, last)
         if labelled:
             produce(kafka.bootstrap, labels, [{"id": str(i), "y": i % 3} for i in numbers])
@@ -293,10 +331,10 @@ def test_a_learner_with_all_features_goes_on_from_a_backup(
                 [{"id": str(i), "x": [float(i % 3 == k) for k in range(3)], "z": float(i)} for i in numbers],
             )
 
-    def command(*arguments: str) -> int:
+    def command(*arguments):
         return cli.main([*arguments, "-c", str(path)])
 
-    def has_settled(report: Any, waiting: int) -> bool:
+    def has_settled(report, waiting):
         return report.labels is not None and report.labels.waiting == waiting and adds_up(report)
 
     target = tmp_path / "backup"
@@ -311,7 +349,7 @@ def test_a_learner_with_all_features_goes_on_from_a_backup(
     learner = Learner(path)
     with contextlib.closing(learner):
         learner.wait_for(lambda report: has_settled(report, EVENTS - LABELLED))
-        assert command("replay", "erase", "--key", "3", "--key", "100", "--yes") == 0
+        assert command("erase", "--key", "3", "--key", "100", "--yes") == 0
         before = learner.wait_for(lambda report: has_settled(report, EVENTS - LABELLED - 1))
         if runs:
             assert command("checkpoints", "backup", str(target)) == 0

@@ -3,20 +3,18 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from anabranch.cli import app as cli
-from anabranch.commands import checkpoints as commands
-from anabranch.config.loader import Config, load_config
-from ingest.events.schema import Schema
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.state_dir.lock import hold_state_directory
-from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
-from replay.erasure.erasure_log import ErasureLog
+from anabranch import cli
+from anabranch.commands.checkpoints import restore as commands
+from anabranch.config.loader import load_config
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.state_dir.lock import lock_state_directory
+from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.replay.erasure.erasure_log import ErasureLog
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def run(config, capsys):
     return call
 
 
-def test_they_are_listed_the_newest_first(run: Callable[..., Any], checkpoints: Checkpoints) -> None:
+def test_they_are_listed_the_newest_first(run, checkpoints):
     code, out, err = run("ls")
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == ["checkpoint", "4", "3"]
@@ -54,7 +52,7 @@ def test_they_are_listed_the_newest_first(run: Callable[..., Any], checkpoints: 
     assert listed[0]["bytes"] > 4000
 
 
-def test_one_is_shown_and_its_files_are_checked(run: Callable[..., Any], checkpoints: Checkpoints) -> None:
+def test_one_is_shown_and_its_files_are_checked(run, checkpoints):
     assert "complete; a restart can resume from it" in run("show", "latest")[1]
     path = checkpoints.path / "4" / checkpoints.name(4, "model")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -65,21 +63,19 @@ def test_one_is_shown_and_its_files_are_checked(run: Callable[..., Any], checkpo
 @pytest.mark.parametrize(
     ("which", "sentence"), [("7", "there is no checkpoint 7 in .*; there are 3, 4"), ("newest", "is no checkpoint")]
 )
-def test_one_that_is_not_there_is_one_sentence(
-    run: Callable[..., Any], checkpoints: Checkpoints, which: str, sentence: str
-) -> None:
+def test_one_that_is_not_there_is_one_sentence(run, checkpoints, which, sentence):
     code, out, err = run("show", which)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.search(sentence, err)
 
 
-def test_without_any_that_is_said(run: Callable[..., Any]) -> None:
+def test_without_any_that_is_said(run):
     assert run("ls") == (0, "there is no checkpoint yet\n", "")
     assert run("show")[2].startswith("anabranch: no checkpoint has been written yet in ")
 
 
 @pytest.fixture
-def served(config) -> Versions:
+def served(config):
     """Versions 7 to 9 of steps 2,500, 3,500 and 4,500; version 9 is served."""
     versions = Versions(config.state_dir / "versions")
     for number, step in ((7, 2500), (8, 3500), (9, 4500)):
@@ -101,9 +97,7 @@ def served(config) -> Versions:
     return versions
 
 
-def test_a_restored_checkpoint_is_the_newest_and_newer_ones_keep_their_files(
-    run: Callable[..., Any], checkpoints: Checkpoints, served: Versions
-) -> None:
+def test_a_restored_checkpoint_is_the_newest_and_newer_ones_keep_their_files(run, checkpoints, served):
     code, out, _ = run("restore", "3", "--dry-run")
     resumes, renamed, versions = out.splitlines()
     assert code == 0
@@ -113,7 +107,7 @@ def test_a_restored_checkpoint_is_the_newest_and_newer_ones_keep_their_files(
     )
     assert renamed.startswith("newer checkpoints would be renamed to 4.set-aside;")
     assert "version 9 is served until a newer one has learned as far" in versions
-    assert "`anabranch versions rollback --to 7`" in versions
+    assert "`anabranch versions serve 7`" in versions
     assert checkpoints.newest()[0] == 4
     assert "there is no terminal to ask at" in run("restore", "3")[2]
     assert checkpoints.newest()[0] == 4
@@ -133,14 +127,12 @@ def test_a_restored_checkpoint_is_the_newest_and_newer_ones_keep_their_files(
     assert (checkpoints.path / "4.set-aside" / "manifest.json").exists()
     assert checkpoints.highest() == 4, "the number is not used again"
     assert run("restore", "3")[1].endswith("it is the newest, and nothing is changed\n")
-    checkpoints.delete_set_aside()
+    checkpoints.storage.delete_set_aside()
     assert sorted(path.name for path in checkpoints.path.iterdir()) == ["3"]
 
 
-def test_a_checkpoint_is_not_restored_while_a_learner_runs(
-    run: Callable[..., Any], config: Config, checkpoints: Checkpoints
-) -> None:
-    with hold_state_directory(config.state_dir):
+def test_a_checkpoint_is_not_restored_while_a_learner_runs(run, config, checkpoints):
+    with lock_state_directory(config.state_dir):
         code, _, err = run("restore", "3", "--yes")
     assert (code, checkpoints.newest()[0]) == (2, 4)
     assert err.endswith(
@@ -150,12 +142,10 @@ def test_a_checkpoint_is_not_restored_while_a_learner_runs(
 
 
 @pytest.mark.parametrize("after", ["show_checkpoint", "check_age"])
-def test_a_checkpoint_that_a_learner_deletes_meanwhile_is_one_sentence(
-    run: Callable[..., Any], checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, after: str
-) -> None:
+def test_a_checkpoint_that_a_learner_deletes_meanwhile_is_one_sentence(run, checkpoints, monkeypatch, after):
     actually = getattr(commands, after)
 
-    def deletes(*arguments: Any) -> Any:
+    def deletes(*arguments):
         found = actually(*arguments)
         shutil.rmtree(checkpoints.path / "3")
         return found
@@ -166,9 +156,7 @@ def test_a_checkpoint_that_a_learner_deletes_meanwhile_is_one_sentence(
     assert "checkpoint 3" in err
 
 
-def test_a_damaged_checkpoint_or_one_older_than_the_erasures_is_not_restored(
-    run: Callable[..., Any], config: Config, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_checkpoint_or_one_older_than_the_erasures_is_not_restored(run, config, checkpoints, monkeypatch):
     path = checkpoints.path / "3" / checkpoints.name(3, "model")
     sound = path.read_bytes()
     path.write_bytes(sound[:-1] + b"x")
@@ -182,9 +170,7 @@ def test_a_damaged_checkpoint_or_one_older_than_the_erasures_is_not_restored(
     assert checkpoints.newest()[0] == 4
 
 
-def test_a_checkpoint_whose_manifest_cannot_be_read_is_set_aside_too(
-    run: Callable[..., Any], checkpoints: Checkpoints
-) -> None:
+def test_a_checkpoint_whose_manifest_cannot_be_read_is_set_aside_too(run, checkpoints):
     (checkpoints.path / "4" / "manifest.json").write_text("{")
     assert json.loads(run("restore", "3", "--yes", "--json")[1])["set_aside"] == [4]
     assert checkpoints.numbers() == [3]

@@ -1,16 +1,14 @@
 """`anabranch dead-letters ls` and `resend`, with a broker."""
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from kafka import KafkaProducer
 
-from anabranch.cli import app as cli
+from anabranch import cli
 from anabranch.commands import dead_letters
-from ingest.kafka.kafka_python.null_headers import sendable
-from ingest.kafka.producer import EventProducer
+from anabranch.ingest.kafka.kafka_python.null_headers import sendable
+from anabranch.ingest.kafka.producer import EventProducer
 
 pytestmark = pytest.mark.services
 
@@ -65,7 +63,7 @@ def test_each_message_is_sent_again_once_and_what_cannot_be_is_named(run, topics
     events, _ = topics
     code, out, _ = run("resend", "--all", "--dry-run")
     assert (code, out.splitlines()[0]) == (0, "would send 2 messages again")
-    code, out, _ = run("resend", "--all")
+    code, out, _ = run("resend", "--all", "--yes")
     assert (code, out.splitlines()) == (
         0,
         [
@@ -91,11 +89,11 @@ def test_a_row_of_a_file_is_sent_again_only_where_messages_are_json(run, topics,
     producer.close()
     source = f"{events}[0]@7"
     monkeypatch.setenv("ANABRANCH__STREAM__FORMAT", "rows")
-    code, out, _ = run("resend", "--source", source)
+    code, out, _ = run("resend", "--source", source, "--yes")
     why = "it is a row of a file, written as json, and stream.format is rows; encode it so"
     assert (code, out.splitlines()) == (0, ["sent 0 messages again", f"skipped {source}: {why}"])
     monkeypatch.setenv("ANABRANCH__STREAM__FORMAT", "json")
-    assert run("resend", "--source", source)[1].splitlines() == ["sent 1 messages again"]
+    assert run("resend", "--source", source, "--yes")[1].splitlines() == ["sent 1 messages again"]
     assert [record.value for record in consume_all(kafka.bootstrap, events, 1)] == [b'{"x": null}']
 
 
@@ -120,20 +118,20 @@ def test_letters_written_meanwhile_are_not_sent_and_memory_is_bounded(run, topic
 
     monkeypatch.setattr(EventProducer, "send", send)
     monkeypatch.setattr(dead_letters, "read_dead_letters", read_lazily)
-    assert run("resend", "--all")[1].startswith("sent 2 messages again")
+    assert run("resend", "--all", "--yes")[1].startswith("sent 2 messages again")
     producer.close()
     assert sorted(record.value for record in consume_all(kafka.bootstrap, events, 2)) == [b"first", b"second"]
 
 
 def test_one_message_is_sent_again_by_its_source(run, topics, kafka, consume_all):
     events, dead = topics
-    assert json.loads(run("resend", "--source", f"{events}[2]@1", "--json")[1])["sent"] == [f"{events}[2]@1"]
+    assert json.loads(run("resend", "--source", f"{events}[2]@1", "--yes", "--json")[1])["sent"] == [f"{events}[2]@1"]
     assert [each.value for each in consume_all(kafka.bootstrap, events, 1)] == [b"second"]
-    code, _, err = run("resend", "--source", "nowhere[0]@1")
+    code, _, err = run("resend", "--source", "nowhere[0]@1", "--yes")
     assert (code, err) == (2, f"anabranch: there is no dead letter of nowhere[0]@1 in {dead}\n")
 
 
-def test_without_a_choice_nothing_is_sent(run: Callable[..., Any]) -> None:
+def test_without_a_choice_nothing_is_sent(run):
     code, out, err = run("resend")
     assert (code, out) == (2, "")
     assert "name messages by --source, or take all by --all" in err

@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,16 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.commands.event_files.files import STDIN, open_source
-from anabranch.commands.produce import produce
+from anabranch.commands.produce import send_events
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from ingest.backfill.history import FileHistory
-from ingest.backfill_settings import BackfillSettings
-from ingest.config import SchemaSettings
-from ingest.events.encoders import HashEncoder
-from ingest.events.schema import Schema
-from ingest.formats.json import JsonFormat
-from ingest.kafka.producer import create_topics
+from anabranch.ingest.backfill import parquet_file
+from anabranch.ingest.backfill.history import FileHistory
+from anabranch.ingest.events.encoders import HashEncoder
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.json import JsonFormat
+from anabranch.ingest.kafka.producer import create_topics
+from anabranch.ingest.settings.backfill import BackfillSettings
+from anabranch.ingest.settings.stream import SchemaSettings
 
 SCHEMA = {
     "features": {
@@ -78,12 +78,12 @@ def cells(row):
 
 
 class TestCsv:
-    def test_a_row_becomes_an_event_by_the_types_of_the_schema(self, tmp_path: Path, schema: Schema) -> None:
+    def test_a_row_becomes_an_event_by_the_types_of_the_schema(self, tmp_path, schema):
         (record,) = read(table(tmp_path / "a.csv", list(ROW), cells(ROW)), schema)
         assert (record.location, record.content, record.fault) == ("line 2", ROW, "")
 
     @pytest.mark.parametrize("name", ["history.{}.{}", "history[{}][{}]"])
-    def test_a_shape_may_be_spread_over_columns_in_any_order(self, tmp_path: Path, schema: Schema, name: str) -> None:
+    def test_a_shape_may_be_spread_over_columns_in_any_order(self, tmp_path, schema, name):
         flat = {name.format(i, j): ROW["history"][i][j] for i in (1, 0) for j in (0, 1)}
         row = {**flat, **{field: value for field, value in ROW.items() if field != "history"}}
         (record,) = read(table(tmp_path / "a.csv", list(row), list(row.values())), schema)
@@ -98,12 +98,12 @@ class TestCsv:
         (event,) = read(tmp_path / "events.csv", several)
         assert event.content.get("y") == label
 
-    def test_an_empty_cell_is_a_missing_field(self, tmp_path: Path, schema: Schema) -> None:
+    def test_an_empty_cell_is_a_missing_field(self, tmp_path, schema):
         row = ROW | {"history": "", "y": ""}
         (record,) = read(table(tmp_path / "a.csv", list(row), cells(row)), schema)
         assert record.content == {field: value for field, value in ROW.items() if field not in ("history", "y")}
 
-    def test_a_shape_that_is_half_empty_is_a_fault(self, tmp_path: Path, schema: Schema) -> None:
+    def test_a_shape_that_is_half_empty_is_a_fault(self, tmp_path, schema):
         header = [
             *(field for field in ROW if field != "history"),
             *(f"history.{i}.{j}" for i in (0, 1) for j in (0, 1)),
@@ -121,24 +121,22 @@ class TestCsv:
             ("history", "[1", "history = '[1' Input data was truncated"),
         ],
     )
-    def test_a_cell_of_another_type_is_named_with_its_line(
-        self, tmp_path: Path, schema: Schema, field: str, cell: str, fault: str
-    ) -> None:
+    def test_a_cell_of_another_type_is_named_with_its_line(self, tmp_path, schema, field, cell, fault):
         path = table(tmp_path / "a.csv", list(ROW), cells(ROW), cells(ROW | {field: cell}))
         good, bad = read(path, schema)
         # The row before has a line feed in a cell.
         assert (good.fault, bad.location, bad.fault) == ("", "line 4", fault)
         assert read(path, schema, checked=False)[1].content[field] == cell
 
-    def test_whole_numbers_may_have_been_floats(self, tmp_path: Path, schema: Schema) -> None:
+    def test_whole_numbers_may_have_been_floats(self, tmp_path, schema):
         (record,) = read(table(tmp_path / "a.csv", list(ROW), cells(ROW | {"small": "3.0"})), schema)
         assert record.content["small"] == 3
 
-    def test_a_row_of_another_length_is_a_fault(self, tmp_path: Path, schema: Schema) -> None:
+    def test_a_row_of_another_length_is_a_fault(self, tmp_path, schema):
         (record,) = read(table(tmp_path / "a.csv", list(ROW), ["1"]), schema)
         assert record.fault == "it has 1 cells, but the header has 9"
 
-    def test_delimiter_byte_order_mark_and_gzip(self, tmp_path: Path, schema: Schema) -> None:
+    def test_delimiter_byte_order_mark_and_gzip(self, tmp_path, schema):
         plain = table(tmp_path / "a.tsv", list(ROW), cells(ROW), delimiter="\t", encoding="utf-8-sig")
         packed = tmp_path / "a.tsv.gz"
         packed.write_bytes(gzip.compress(plain.read_bytes()))
@@ -146,7 +144,7 @@ class TestCsv:
         for records in (read(plain, schema), read(packed, schema), read(semicolons, schema, delimiter=";")):
             assert [record.content for record in records] == [ROW]
 
-    def test_columns_that_are_not_in_the_schema_are_left_out_and_reported(self, tmp_path: Path, schema: Schema) -> None:
+    def test_columns_that_are_not_in_the_schema_are_left_out_and_reported(self, tmp_path, schema):
         path = table(tmp_path / "a.csv", ["extra", *ROW], ["?", *cells(ROW)])
         with open_source(path, None, None, schema, checked=True) as source:
             assert source.left_out == ["extra"]
@@ -174,7 +172,7 @@ class TestCsv:
             ("a.csv", b"amount\n\xff", "is not UTF-8 text, near line"),
             ("a.csv.gz", b"amount\n", "cannot be read: Not a gzipped file"),
             ("a.csv.gz", gzip.compress(b"amount\n" * 99, mtime=0)[:-12], "cannot be read: Compressed file ended"),
-            ("a.parquet", b"amount", "is not Parquet"),
+            ("a.parquet", b"amount", "cannot be read as Parquet"),
         ],
     )
     def test_a_file_that_is_not_what_its_name_says(self, tmp_path, schema, name, content, sentence):
@@ -182,7 +180,7 @@ class TestCsv:
         with pytest.raises(SettingsError, match=sentence):
             read(tmp_path / name, schema, checked=False)
 
-    def test_a_misplaced_quote_is_a_fault(self, tmp_path: Path, schema: Schema) -> None:
+    def test_a_misplaced_quote_is_a_fault(self, tmp_path, schema):
         path = table(tmp_path / "a.csv", list(ROW), cells(ROW))
         path.write_bytes(path.read_bytes() + b'"a"b\n')
         assert "expected after" in read(path, schema)[1].fault
@@ -198,13 +196,13 @@ class TestParquet:
         found = pa.Table.from_pylist([{k: v for k, v in row.items() if k not in types} for row in rows]).schema
         return pa.schema([pa.field(name, types.get(name) or found.field(name).type) for name in rows[0]])
 
-    def test_rows_are_events(self, tmp_path: Path, schema: Schema) -> None:
+    def test_rows_are_events(self, tmp_path, schema):
         path = self.write(tmp_path / "a.parquet", [ROW, ROW | {"history": None, "y": None}])
         first, second = read(path, schema)
         assert (first.location, first.content) == ("row 1", ROW)
         assert second.content == {field: value for field, value in ROW.items() if field not in ("history", "y")}
 
-    def test_row_groups_are_read_one_by_one(self, tmp_path: Path, schema: Schema) -> None:
+    def test_row_groups_are_read_one_by_one(self, tmp_path, schema):
         rows = [ROW | {"large": number} for number in range(5000)]
         path = self.write(tmp_path / "a.parquet", rows, row_group_size=700)
         with open_source(path, None, None, schema, checked=True) as source:
@@ -213,18 +211,28 @@ class TestParquet:
             assert (source.done(), source.total) == (1, 5000)
             assert [record.content["large"] for record in records] == list(range(1, 5000))
 
-    def test_columns_that_are_not_needed_are_not_read(self, tmp_path: Path, schema: Schema) -> None:
+    def test_columns_that_are_not_needed_are_not_read(self, tmp_path, schema):
         path = self.write(tmp_path / "a.parquet", [{"extra": "x"} | ROW])
         with open_source(path, None, None, schema, checked=True) as source:
             assert (source.left_out, [record.content for record in source]) == (["extra"], [ROW])
 
-    def test_stdin_is_refused(self, schema: Schema) -> None:
+    def test_two_columns_of_one_name_are_refused(self, tmp_path, schema):
+        pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["y", "y"]), tmp_path / "a.parquet")
+        with pytest.raises(SettingsError, match=r"cannot be read as Parquet: two columns are named 'y'"):
+            read(tmp_path / "a.parquet", schema)
+
+    def test_a_text_that_would_fill_the_memory_is_refused(self, tmp_path, schema, monkeypatch):
+        monkeypatch.setattr(parquet_file, "_EXPANDED_BYTES", 100_000)
+        monkeypatch.setattr(parquet_file, "_MOST_ROW_BYTES", 50_000)
+        path = self.write(tmp_path / "a.parquet", [ROW | {"country": "x" * 60_000}] * 3)
+        with pytest.raises(SettingsError, match=r"is damaged after row 0: a row takes .* of memory"):
+            read(path, schema)
+
+    def test_stdin_is_refused(self, schema):
         with pytest.raises(SettingsError, match="cannot be read from stdin"):
             read(STDIN, schema, "parquet")
 
-    def test_without_pyarrow_the_way_out_is_named(
-        self, tmp_path: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_pyarrow_the_way_out_is_named(self, tmp_path, schema, monkeypatch):
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         with pytest.raises(SettingsError, match=r"pip install 'anabranch\[arrow\]'"):
             read(tmp_path / "a.parquet", schema)
@@ -273,6 +281,7 @@ class TestEveryValue:
         assert [str(record.content["id"]) for record in records] == [row["id"] for row in rows]
         assert_decoded(schema, [json.dumps(record.content).encode() for record in records], rows)
 
+    @pytest.mark.slow
     @given(rows=st.lists(EVENTS, min_size=1, max_size=5))
     def test_by_parquet(self, tmp_path_factory, schema, rows):
         path = TestParquet().write(tmp_path_factory.mktemp("parquet") / "a.parquet", rows)
@@ -316,7 +325,7 @@ def test_what_ingest_decodes_is_what_the_file_held(kind, pipeline, schema, kafka
         table(path, list(ROW), *map(cells, rows))
     else:
         TestParquet().write(path, rows, row_group_size=100)
-    produced = produce(pipeline, path, topic=None, rate=None, partitions=None, checked=True)
+    produced = send_events(pipeline, path, topic=None, rate=None, partitions=None, checked=True)
     assert (produced.events, produced.skipped, produced.unknown_fields) == (600, 0, 0)
     records = consume_all(kafka.bootstrap, produced.topic, 600)
     records.sort(key=lambda record: json.loads(record.value)["large"])
@@ -329,11 +338,13 @@ def test_what_ingest_decodes_is_what_the_file_held(kind, pipeline, schema, kafka
 @pytest.mark.services
 def test_a_bad_row_of_csv_is_named_with_its_line(pipeline, tmp_path):
     path = table(tmp_path / "a.csv", list(ROW), cells(ROW), cells(ROW | {"small": 128}))
-    with pytest.raises(SettingsError, match=r"a\.csv, line 4: Expected `int` <= 127 - at `\$\.small`; the 1 events"):
-        produce(pipeline, path, topic=None, rate=None, partitions=None, checked=True)
+    with pytest.raises(
+        SettingsError, match=r"a\.csv, line 4: Expected `int` <= 127 - at `\$\.small`; events sent before it: 1"
+    ):
+        send_events(pipeline, path, topic=None, rate=None, partitions=None, checked=True)
 
 
-def test_a_parquet_file_has_the_same_events_for_commands_and_for_the_history(tmp_path: Path) -> None:
+def test_a_parquet_file_has_the_same_events_for_commands_and_for_the_history(tmp_path):
     """Decimals, labels that are floats or true, views of strings and times without a zone."""
     described = {
         "features": {
@@ -367,7 +378,7 @@ def test_a_parquet_file_has_the_same_events_for_commands_and_for_the_history(tmp
             np.testing.assert_array_equal(column, rows.decoded.columns[name], err_msg=name)
 
 
-def test_a_time_in_csv_is_a_number_or_an_iso_time(tmp_path: Path) -> None:
+def test_a_time_in_csv_is_a_number_or_an_iso_time(tmp_path):
     label, time = {"name": "y", "classes": 2}, {"name": "at"}
     described = {"features": {"x": {"dtype": "float32"}}, "label": label, "time": time}
     schema = Schema(SchemaSettings.model_validate(described))

@@ -3,8 +3,6 @@
 import json
 from datetime import timedelta
 from decimal import Decimal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,17 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from anabranch.cli import app as cli
-from anabranch.commands.init import write_history
-from anabranch.config.loader import Config, load_config
+from anabranch import cli
+from anabranch.commands.init.command import write_history
+from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from ingest.backfill.history import FileHistory
-from ingest.backfill.row_decoder import RowDecoder
-from ingest.events.schema import Schema
-from learner.model.factory import build_model, check_model, make_task
+from anabranch.ingest.backfill.history import FileHistory
+from anabranch.ingest.backfill.row_decoder import RowDecoder
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.model.factory import build_model, check_model, make_task
 
 
-def columns(rows: int = 6) -> dict[str, Any]:
+def columns(rows=6):
     return {
         "amount": np.linspace(0, 1e6, rows),
         "items": pa.array([1, None, *range(2, rows)], pa.int16()),
@@ -38,21 +36,19 @@ def columns(rows: int = 6) -> dict[str, Any]:
 
 
 @pytest.fixture
-def history(tmp_path: Path) -> Path:
+def history(tmp_path):
     (tmp_path / "lake").mkdir()
     pq.write_table(pa.table(columns()), tmp_path / "lake" / "part-0.parquet")
     return tmp_path / "lake"
 
 
-def loaded(history: Path, label: str = "fraud") -> Config:
+def loaded(history, label="fraud"):
     folder = history.parent / "fraud eu"
     write_history(folder, f"{history}/*.parquet", label)
     return load_config(folder / "pipeline.toml", {})
 
 
-def test_the_pipeline_fits_the_files_and_its_model_fits_the_schema(
-    history: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pipeline_fits_the_files_and_its_model_fits_the_schema(history, monkeypatch):
     config = loaded(history)
     pipeline, schema = config.pipeline, Schema(config.pipeline.events)
     assert RowDecoder(schema, None, 1_000_000).problem(pq.read_schema(history / "part-0.parquet")) is None
@@ -81,7 +77,7 @@ def test_the_pipeline_fits_the_files_and_its_model_fits_the_schema(
     assert check_model(model, make_task(pipeline.model.task), schema, torch.device("cpu")) == (2,)
 
 
-def test_a_label_of_floats_is_a_regression_and_one_of_strings_has_its_classes(history: Path) -> None:
+def test_a_label_of_floats_is_a_regression_and_one_of_strings_has_its_classes(history):
     regression = loaded(history, "amount").pipeline
     assert (regression.events.label.classes, regression.model.args["outputs"]) == (None, 1)
     assert regression.model.task == "regression"
@@ -90,7 +86,7 @@ def test_a_label_of_floats_is_a_regression_and_one_of_strings_has_its_classes(hi
     assert words.events.label.classes == ("CH", "DE")
 
 
-def test_columns_of_kafka_connect_are_the_identity_and_no_features(history: Path) -> None:
+def test_columns_of_kafka_connect_are_the_identity_and_no_features(history):
     table = pa.table(columns() | {"kafka_topic": ["t"] * 6, "kafka_partition": [0] * 6, "kafka_offset": list(range(6))})
     pq.write_table(table, history / "part-0.parquet")
     pipeline = loaded(history).pipeline
@@ -109,14 +105,12 @@ def test_columns_of_kafka_connect_are_the_identity_and_no_features(history: Path
         ("class", r"the label class has 1 classes, not 2 to 1000"),
     ],
 )
-def test_a_column_that_is_no_label_is_named(history: Path, label: str, sentence: str) -> None:
+def test_a_column_that_is_no_label_is_named(history, label, sentence):
     with pytest.raises(SettingsError, match=sentence):
         loaded(history, label)
 
 
-def test_a_file_that_is_no_parquet_and_options_that_lack_each_other_are_one_sentence(
-    history: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_parquet_and_options_that_lack_each_other_are_one_sentence(history, capsys):
     assert cli.main(["init", str(history.parent / "a"), "--label", "fraud"]) == 2
     assert "--history and --label go together" in capsys.readouterr().err
     (history / "part-0.parquet").write_bytes(b"PAR1, but no more")
@@ -128,7 +122,7 @@ def test_a_file_that_is_no_parquet_and_options_that_lack_each_other_are_one_sent
 INJECTED = 'a\nstorage = {url = "s3:\\u002F\\u002Fevil"}\ntracing = {setup = "os:abort"}\n#'
 
 
-def test_the_names_of_files_and_columns_write_no_setting(history: Path) -> None:
+def test_the_names_of_files_and_columns_write_no_setting(history):
     inner = pa.struct([(INJECTED, pa.int32()), ("b", pa.string())])
     table = pa.table({**columns(), INJECTED: [0] * 6, "nested": pa.array([None] * 6, inner), "\x7f\u2028": [0] * 6})
     pq.write_table(table, history / "part-0.parquet")
@@ -139,7 +133,7 @@ def test_the_names_of_files_and_columns_write_no_setting(history: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [f"{INJECTED}.parquet", "\x1b[2J.parquet", "a\u2028.parquet", "\udcff.parquet"])
-def test_a_file_whose_name_is_no_plain_text_is_refused(history: Path, name: str) -> None:
+def test_a_file_whose_name_is_no_plain_text_is_refused(history, name):
     (history / "part-0.parquet").rename(history / name)
     with pytest.raises(SettingsError, match=r"has control characters or is not UTF-8: .*; rename it") as raised:
         loaded(history)
@@ -147,7 +141,7 @@ def test_a_file_whose_name_is_no_plain_text_is_refused(history: Path, name: str)
     assert str(raised.value).isprintable()
 
 
-def init(history: Path, label: str, capsys: pytest.CaptureFixture[str], **table: Any) -> tuple[Config, str]:
+def init(history, label, capsys, **table):
     """Return the pipeline for a table, which its file fits, and what the command printed."""
     if table:
         pq.write_table(pa.table(table), history / "part-0.parquet")
@@ -164,7 +158,7 @@ def init(history: Path, label: str, capsys: pytest.CaptureFixture[str], **table:
     return config, capsys.readouterr().out
 
 
-def test_the_index_of_pandas_is_no_feature(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_index_of_pandas_is_no_feature(history, capsys):
     table = pa.table({"x": [1.0, 2.0], "y": [0, 1], "__index_level_0__": [7, 3], "row": [0, 1]})
     described = {"index_columns": ["__index_level_0__", "row", {"kind": "range", "start": 0}]}
     unusable = ("[", "[]", '{"index_columns": 1}')
@@ -172,18 +166,18 @@ def test_the_index_of_pandas_is_no_feature(history: Path, capsys: pytest.Capture
         pq.write_table(table.replace_schema_metadata({"pandas": metadata}), history / "part-0.parquet")
         config, printed = init(history, "y", capsys)
         assert list(config.pipeline.events.features) == (["x"] if left_out else ["x", "__index_level_0__", "row"])
-        assert ('the column "row" is left out: it is the index of pandas' in printed) == left_out
-        assert ('# the column "row" is left out' in config.path.read_text()) == left_out
+        assert ('"row" is left out: it is the index of pandas' in printed) == left_out
+        assert ('# "row" is left out' in config.path.read_text()) == left_out
 
 
-def test_an_index_of_times_is_the_time(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_of_times_is_the_time(history, capsys):
     table = pa.table({"x": [1.0, 2.0], "y": [0, 1], "at": pa.array([1, 2], pa.timestamp("ns"))})
     described = json.dumps({"index_columns": ["at"]})
     pq.write_table(table.replace_schema_metadata({"pandas": described}), history / "part-0.parquet")
     assert init(history, "y", capsys)[0].pipeline.events.time is not None
 
 
-def test_decimals_are_numbers(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decimals_are_numbers(history, capsys):
     amounts = pa.array([Decimal("1.25"), Decimal("-3.50")], pa.decimal128(12, 2))
     counts = pa.array([Decimal(3), Decimal(2**60)], pa.decimal128(38, 0))
     features = init(history, "y", capsys, amount=amounts, count=counts, y=[0, 1])[0].pipeline.events.features
@@ -193,9 +187,7 @@ def test_decimals_are_numbers(history: Path, capsys: pytest.CaptureFixture[str])
     assert label.classes == 3
 
 
-def test_a_label_that_is_true_or_false_or_0_0_and_1_0_has_two_classes(
-    history: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_label_that_is_true_or_false_or_0_0_and_1_0_has_two_classes(history, capsys):
     for label, remark in (([True, False], ""), ([1.0, None], "0.0 and 1.0 alone"), ([0.0, 1.0], "0.0 and 1.0 alone")):
         config, printed = init(history, "y", capsys, x=[1.0, 2.0], y=label)
         assert (config.pipeline.events.label.classes, config.pipeline.model.args["outputs"]) == (2, 2)
@@ -205,17 +197,15 @@ def test_a_label_that_is_true_or_false_or_0_0_and_1_0_has_two_classes(
     assert "the label y has numbers such as 2.5: the model is a regression" in printed
 
 
-def test_views_of_strings_are_strings(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_views_of_strings_are_strings(history, capsys):
     words = pa.array(["CH", None, "DE"]).cast(pa.string_view())
     config, _ = init(history, "y", capsys, country=words, y=words.cast(pa.string()))
     assert config.pipeline.events.features["country"].dtype == "string"
 
 
-def test_a_name_that_is_no_field_and_types_without_a_feature_are_said(
-    history: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_is_no_field_and_types_without_a_feature_are_said(history, capsys):
     _, printed = init(history, "y", capsys, **{"device-type": ["a", "b"], "x": [1, 2], "y": [0, 1]})
-    assert 'the column "device-type" is left out: its name is not that of a field: rename it' in printed
+    assert '"device-type" is left out: its name is not that of a field: rename it' in printed
     pq.write_table(pa.table({"day": [[1], [2]], "y": [0, 1]}), history / "part-0.parquet")
     assert cli.main(["init", str(history.parent / "b"), "--history", f"{history}/*", "--label", "y"]) == 2
-    assert "besides y; day: no feature is of Arrow type list<" in capsys.readouterr().err
+    assert 'besides y; "day" is left out: no feature is of Arrow type list<' in capsys.readouterr().err

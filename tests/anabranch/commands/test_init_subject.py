@@ -3,23 +3,22 @@
 import base64
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from anabranch.cli import app as cli
-from anabranch.commands.subject.fields import SubjectField, fields_of_subject
-from anabranch.commands.subject.pipeline import SubjectOptions, write_subject
-from anabranch.config.loader import Config, load_config
+from anabranch import cli
+from anabranch.commands.init.files import UNFIT_NAME, PipelineField
+from anabranch.commands.init.subject import SubjectOptions, write_subject
+from anabranch.commands.init.subject_fields import fields_of_subject
+from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from ingest.errors import RegistryError
-from ingest.events.schema import Schema
-from ingest.formats.registry import make_decoder
-from ingest.schema_registry.client import RegistryClient
-from ingest.schema_registry.writer_schema import WriterSchema
-from tests.support.registry_server import Registry
+from anabranch.ingest.errors import RegistryError
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.registry import make_decoder
+from anabranch.ingest.schema_registry.client import RegistryClient
+from anabranch.ingest.schema_registry.writer_schema import WriterSchema
 
 AVRO = {
     "type": "record",
@@ -73,7 +72,7 @@ KINDS = [("AVRO", json.dumps(AVRO)), ("PROTOBUF", PROTOBUF), ("JSON", json.dumps
 SUBJECT = "payments-value"
 
 
-def write(folder: Path, registry: Registry, environment: dict[str, str] | None = None, **options: Any) -> Config:
+def write(folder, registry, environment=None, **options):
     chosen = {"subject": SUBJECT, "label": "fraud", "classes": "2", "key": "account", **options}
     write_subject(folder, SubjectOptions(url=registry.url, **chosen), environment or {}, force=True)
     return load_config(folder / "pipeline.toml", {})
@@ -109,8 +108,8 @@ def test_what_is_not_read_is_said_in_the_file(tmp_path, registry):
     registry.register(SUBJECT, AVRO)
     write(tmp_path, registry)
     text = (tmp_path / "pipeline.toml").read_text()
-    assert '# "tags" is of type "map of string", and is not read.' in text
-    assert '# history is of type "array of float": to read it, set the number of its values.' in text
+    assert '# "tags" is left out: it is of type map of string' in text
+    assert '# "history" is left out: it is of type array of float; to read it, set the number of its values' in text
     assert "# shape = [1]" in text
 
 
@@ -224,5 +223,5 @@ def test_a_schema_that_cannot_be_read_is_one_sentence():
     with pytest.raises(SettingsError, match=r"^the schema 7 cannot be read: .*"):
         fields_of_subject(WriterSchema(7, "json-schema", "[]"))
     assert fields_of_subject(WriterSchema(7, "json-schema", '{"properties": {"a-b": {"type": "number"}}}')) == [
-        SubjectField("a-b", "other", "number", is_optional=True)
+        PipelineField("a-b", may_be_missing=True, written="number", why=UNFIT_NAME)
     ]

@@ -5,17 +5,15 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from anabranch.cli import app as cli
-from anabranch.commands.checkpoints import list_checkpoints, show_checkpoint
-from anabranch.commands.versions import show_version
+from anabranch import cli
+from anabranch.commands.checkpoints.ls import list_checkpoints
+from anabranch.commands.checkpoints.show import show_checkpoint
+from anabranch.commands.versions.show import show_version
 from anabranch.config.loader import load_config
-from learner.state_dir.version import Versions
+from anabranch.learner.versions.format import Versions
 from tests.pipelines import Learner, adds_up, events, total
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -39,32 +37,30 @@ def kill(event, arguments):
     if event == "os.rename" and "set-aside" in str(arguments[1]) and not next(renames):
         os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(kill)
-from anabranch.cli.app import main
+from anabranch.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 """Runs a command, and kills it just before it sets a checkpoint aside: its first argument is how many it may."""
 
 
-def test_state_is_complete_when_the_learner_or_a_restore_is_killed(
-    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., Any], write_pipeline: Callable[..., Path]
-) -> None:
+def test_state_is_complete_when_the_learner_or_a_restore_is_killed(kafka, make_topic, produce, write_pipeline):
     topic, sent = make_topic(1), 0
     path = write_pipeline(kafka.bootstrap, topic, REST)
     config = load_config(path)
     versions = Versions(config.state_dir / "versions")
 
-    def command(*arguments: object) -> int:
+    def command(*arguments):
         return cli.main([*map(str, arguments), "-c", str(path)])
 
-    def send() -> None:
+    def send():
         nonlocal sent
         produce(kafka.bootstrap, topic, events(40))
         sent += 40
 
-    def change_versions(stop: threading.Event) -> None:
-        for action in itertools.cycle(("reject", "promote")):
+    def change_versions(stop):
+        for action in itertools.cycle(("reject", "serve")):
             with contextlib.suppress(IndexError):  # none is published yet
-                command("versions", action, versions.numbers()[-1], *(["--yes"] if action == "reject" else []))
+                command("versions", action, versions.numbers()[-1], "--yes")
             if stop.is_set():
                 return
 

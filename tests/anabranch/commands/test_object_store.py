@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from anabranch.cli import app as cli
+from anabranch import cli
 from anabranch.commands.erase import erase_events
-from anabranch.config.loader import Config, load_config
+from anabranch.config.loader import load_config
 from anabranch.core.object_store.bucket import Bucket
-from ingest.events.schema import Schema
-from learner.object_storage.bucket_storage import BucketStorage
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.opening import hold_storage
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.state_dir.lock import hold_state_directory
-from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.object_storage.bucket_storage import BucketStorage
+from anabranch.learner.object_storage.opening import lease_storage
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.state_dir.lock import lock_state_directory
+from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys):
     """Runs a command, `run(config, *arguments)`; returns its exit code, and what it printed."""
 
-    def call(config: Config, *arguments: str) -> tuple[int, str, str]:
+    def call(config, *arguments):
         code = cli.main([*arguments, "-c", str(config.path)])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -37,16 +37,16 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.fixture
-def pipeline(example: Path) -> Callable[[str], Config]:
+def pipeline(example):
     """Returns a pipeline with the checkpoints 3 and 4 and version 2 in an object store, of another host."""
 
-    def make(mode: str) -> Config:
+    def make(mode):
         url, path = f"file://{example}/bucket", example / "pipeline.toml"
         path.write_text(f'{path.read_text()}\n[storage]\nurl = "{url}"\nmode = "{mode}"\n')
         config = load_config(path, {})
         settings, schema = StorageSettings(url=url), Schema(config.pipeline.events).digest
         other = example / "other"
-        with hold_state_directory(other) as generation, hold_storage(settings, other, generation) as held:
+        with lock_state_directory(other) as generation, lease_storage(settings, other, generation) as held:
             checkpoints = Checkpoints(other, schema, held.lease.generation, held.checkpoints)
             for number in (3, 4):
                 parts = {"model": {"w": torch.full((1000,), float(number))}}
@@ -72,13 +72,13 @@ def pipeline(example: Path) -> Callable[[str], Config]:
     return make
 
 
-def listed(config: Config) -> list[int]:
+def listed(config):
     """Return the checkpoints that a restart on an empty disk finds."""
     assert config.pipeline.storage is not None
     return BucketStorage(Bucket(config.pipeline.storage.url, {}), "checkpoints", Path("nowhere")).numbers()
 
 
-def test_in_mode_only_they_are_read_from_the_object_store(pipeline: Callable[[str], Config], run: Run) -> None:
+def test_in_mode_only_they_are_read_from_the_object_store(pipeline, run):
     config = pipeline("only")
     checkpoints = json.loads(run(config, "checkpoints", "ls", "--json")[1])
     assert [(one["number"], one["step"], one["problem"]) for one in checkpoints] == [(4, 4000, None), (3, 3000, None)]
@@ -91,7 +91,7 @@ def test_in_mode_only_they_are_read_from_the_object_store(pipeline: Callable[[st
     assert (code, f"there is no version 7 in file://{config.folder}/bucket/versions" in sentence) == (2, True)
 
 
-def test_in_mode_only_a_checkpoint_is_restored_in_the_object_store(pipeline: Callable[[str], Config], run: Run) -> None:
+def test_in_mode_only_a_checkpoint_is_restored_in_the_object_store(pipeline, run):
     config = pipeline("only")
     code, out, error = run(config, "checkpoints", "restore", "3", "--yes")
     assert code == 0, error
@@ -100,9 +100,7 @@ def test_in_mode_only_a_checkpoint_is_restored_in_the_object_store(pipeline: Cal
     assert json.loads(run(config, "checkpoints", "ls", "--json")[1])[0]["number"] == 3
 
 
-def test_in_mode_mirror_a_restored_checkpoint_is_newer_than_those_of_the_object_store(
-    pipeline: Callable[[str], Config], run: Run
-) -> None:
+def test_in_mode_mirror_a_restored_checkpoint_is_newer_than_those_of_the_object_store(pipeline, run):
     config = pipeline("mirror")
     assert json.loads(run(config, "checkpoints", "ls", "--json")[1]) == [], "those of the state directory"
     local = Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, 1)
@@ -114,9 +112,7 @@ def test_in_mode_mirror_a_restored_checkpoint_is_newer_than_those_of_the_object_
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_is_one_sentence_and_code_3(
-    pipeline: Callable[[str], Config], run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_away_is_one_sentence_and_code_3(pipeline, run, monkeypatch):
     config = pipeline("only")
     text = config.path.read_text().replace(f'"file://{config.folder}/bucket"', '"s3://bucket/prefix"')
     options = {"aws_access_key_id": "us", "aws_secret_access_key": "secret", "endpoint": "http://127.0.0.1:1"}
@@ -132,9 +128,7 @@ def test_a_store_that_is_away_is_one_sentence_and_code_3(
         assert "storage.url: s3://bucket/prefix/head.json: " in error
 
 
-def test_without_a_learner_events_are_erased_in_the_object_store_and_the_log_is_stored_there(
-    pipeline: Callable[[str], Config],
-) -> None:
+def test_without_a_learner_events_are_erased_in_the_object_store_and_the_log_is_stored_there(pipeline):
     config = pipeline("only")
     config.state_dir.mkdir()
     done: Any = erase_events(config, [], ["events[0]@1..2"], timedelta(0))

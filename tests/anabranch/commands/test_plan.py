@@ -1,42 +1,31 @@
-"""`anabranch plan`: the arithmetic of its lines, its warnings, and a calibration of a small pipeline."""
+"""`anabranch plan`: the arithmetic of its lines, its warnings, and the constants of a run."""
 
 import io
 import json
 import math
 import os
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from anabranch.commands.planning import segment_writes
-from anabranch.commands.planning.calibrating.differences import differences_of
-from anabranch.commands.planning.calibrating.process_usage import PeakMemory, cpu_seconds
-from anabranch.commands.planning.calibrating.synthetic_events import Synthetic, synthetic_messages
-from anabranch.commands.planning.calibrating.synthetic_pipeline import CalibrationSpec, calibrated
-from anabranch.commands.planning.constants import Constants, Load
-from anabranch.commands.planning.disk import DAY
-from anabranch.commands.planning.lines import size
-from anabranch.commands.planning.plan import Plan, make_plan, render_plan
-from anabranch.commands.planning.run_constants import process_sizes
-from anabranch.commands.planning.speed import RATE, limited_by
-from anabranch.commands.planning.store_size import ENTRY_BYTES, PlannedStore, admitted
-from anabranch.config.loader import Config, load_config
-from anabranch.config.model import Pipeline
-from anabranch.core.errors import SettingsError
-from anabranch.doctor.accelerator_checks import learner_ledger
+from anabranch.commands.plan import segment_writes
+from anabranch.commands.plan.constants import Constants, Load
+from anabranch.commands.plan.disk import DAY
+from anabranch.commands.plan.estimate import make_plan, render_plan
+from anabranch.commands.plan.run_constants import measured_constants
+from anabranch.commands.plan.speed import RATE, limited_by
+from anabranch.commands.plan.store_size import ENTRY_BYTES, PlannedStore, admitted
+from anabranch.config.loader import load_config
+from anabranch.config.pipeline import Pipeline
+from anabranch.learner.device.memory_ledger import learner_ledger
+from anabranch.learner.status.report import LearnerReport, read_report, write_report
+from anabranch.replay.segments import most_events
+from anabranch.replay.tiers.disk import DiskTier
 from anabranch.runtime.lifecycle import Exit
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.events.schema import Schema
-from ingest.formats.registry import FORMATS
-from replay.checkpoint.segments import most_events
-from replay.tiers.disk import DiskTier
+from anabranch.serving.reporting.report import ServingReport
+from anabranch.serving.reporting.report import write_report as write_serving
 
 GIGABYTE = 10**9
 MODEL = "import torch\n\ndef build():\n    return torch.nn.Linear(4, 3)\n"
@@ -55,23 +44,23 @@ device = "cpu"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def simulated_shortly() -> Iterator[None]:
+def simulated_shortly():
     """Simulate few checkpoints, with more time between them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_writes, "_CHECKPOINTS", 100)
         yield
 
 
-def config_of(folder: Path, more: str = "") -> Config:
+def config_of(folder, more=""):
     (folder / "planned_model.py").write_text(MODEL)
     path = folder / "pipeline.toml"
     path.write_text(BASE + more)
     return load_config(path, {})
 
 
-def constants(**changes: object) -> Constants:
+def constants(**changes):
     found = Constants(
-        source="calibration",
+        source="run",
         parameters=1_000_000,
         row_bytes=1_024,
         learner_bytes=200_000_000,
@@ -79,16 +68,15 @@ def constants(**changes: object) -> Constants:
         serving_bytes=100_000_000,
         version_bytes=4_000_000,
         checkpoint_bytes=12_000_000,
-        report_bytes_per_second=10_000.0,
+        report_bytes=12_288,
         publish_seconds=1.0,
         step_seconds=0.01,
         delivery_seconds=0.1,
         delivery_p99_seconds=0.3,
-        full_step_seconds=0.01,
+        full_step_seconds=0.0125,
         full_step_rows=64.0,
         stall_seconds_per_event=1e-5,
         saturation_rate=5_000.0,
-        ingest_rate=50_000.0,
         disk_bytes_per_second=1e9,
         request_seconds=0.002,
     )
@@ -97,11 +85,11 @@ def constants(**changes: object) -> Constants:
     return found
 
 
-def plan_of(folder: Path, more: str = "", load: Load | None = None, **changes: object) -> Plan:
+def plan_of(folder, more="", load=None, **changes):
     return make_plan(config_of(folder, more), load or Load(rate=1_000.0), constants(**changes))
 
 
-def test_tensors_of_the_host_are_those_of_the_doctors_ledger(tmp_path: Path) -> None:
+def test_tensors_of_the_host_are_those_of_the_doctors_ledger(tmp_path):
     plan = plan_of(tmp_path)
     ledger = learner_ledger(1_000_000, config_of(tmp_path).pipeline.learner, 0)
     for name in ("weights", "gradients", "optimizer", "scorer"):
@@ -109,7 +97,7 @@ def test_tensors_of_the_host_are_those_of_the_doctors_ledger(tmp_path: Path) -> 
     assert "device" not in plan.sections
 
 
-def test_a_total_is_the_sum_of_its_lines_and_every_line_has_a_formula(tmp_path: Path) -> None:
+def test_a_total_is_the_sum_of_its_lines_and_every_line_has_a_formula(tmp_path):
     plan = plan_of(
         tmp_path, '[replay]\ncapacity = 5000\ndisk = {bytes = "20MB"}\n', Load(rate=1_000.0, drive_tbw=600.0)
     )
@@ -123,7 +111,7 @@ def test_a_total_is_the_sum_of_its_lines_and_every_line_has_a_formula(tmp_path: 
     assert years == pytest.approx(600e12 / (plan.sections["later day"].value("total") or 0.0) / 365)
 
 
-def test_events_that_wait_for_labels_take_memory_besides_their_payload(tmp_path: Path) -> None:
+def test_events_that_wait_for_labels_take_memory_besides_their_payload(tmp_path):
     name = "table of events that wait for labels"
     assert name not in [line.name for line in plan_of(tmp_path).sections["memory"].lines]
     more = '[schema.key]\nname = "id"\n[stream.labels]\ntopics = ["labels"]\nwait = "1h"\nbytes = "1GB"\n'
@@ -134,7 +122,7 @@ def test_events_that_wait_for_labels_take_memory_besides_their_payload(tmp_path:
 
 
 @pytest.mark.slow
-def test_checkpoints_with_rows_have_buffers_of_new_and_merged_rows(tmp_path: Path) -> None:
+def test_checkpoints_with_rows_have_buffers_of_new_and_merged_rows(tmp_path):
     rows = "buffers of checkpoints"
     each, segment = 1_024 + ENTRY_BYTES, most_events(1_024)
     for capacity, rate, written in ((4_000, 10.0, 4_000), (10**6, 10.0, segment), (10**6, 1e6, 10**6)):
@@ -144,7 +132,7 @@ def test_checkpoints_with_rows_have_buffers_of_new_and_merged_rows(tmp_path: Pat
     assert rows not in {line.name for line in plan.sections["memory"].lines}
 
 
-def test_a_later_day_replaces_fewer_events_of_a_reservoir(tmp_path: Path) -> None:
+def test_a_later_day_replaces_fewer_events_of_a_reservoir(tmp_path):
     plan = plan_of(tmp_path, "[replay]\ncapacity = 100000\n")
     first, later = (plan.sections[name].value("events in checkpoints") or 0.0 for name in ("first day", "later day"))
     assert first > 5 * later > 0
@@ -157,9 +145,7 @@ def test_a_later_day_replaces_fewer_events_of_a_reservoir(tmp_path: Path) -> Non
     st.floats(0, 1e6),
     st.floats(1, 1e6),
 )
-def test_admitted_events_are_no_more_than_came_and_add_up(
-    admission: str, k: int, rate: float, begin: float, length: float
-) -> None:
+def test_admitted_events_are_no_more_than_came_and_add_up(admission, k, rate, begin, length):
     store = PlannedStore(8, k, k, k, 0, 0)
     pipeline = _PIPELINES[admission]
     end = begin + length
@@ -170,7 +156,7 @@ def test_admitted_events_are_no_more_than_came_and_add_up(
     assert math.isclose(whole, parts, rel_tol=1e-6, abs_tol=1e-6)
 
 
-def _pipeline(admission: str) -> Pipeline:
+def _pipeline(admission):
     section = {"x": {"dtype": "float32"}}
     return Pipeline.model_validate(
         {
@@ -186,52 +172,25 @@ def _pipeline(admission: str) -> Pipeline:
 _PIPELINES = {name: _pipeline(name) for name in ("reservoir", "recent")}
 
 
-def test_a_rate_above_saturation_has_no_freshness_and_names_what_limits(tmp_path: Path) -> None:
+def test_a_rate_above_saturation_has_no_freshness_and_names_what_limits(tmp_path):
     plan = plan_of(tmp_path, load=Load(rate=6_000.0))
     assert plan.sections["freshness"].value("mean") is None
     assert any("above saturation" in sentence and "steps" in sentence for sentence in plan.warnings)
     assert plan.exit_code() is Exit.UNHEALTHY
-    slow = plan_of(tmp_path, load=Load(rate=6_000.0), ingest_rate=5_100.0)
-    assert limited_by(slow.sections["saturation"]) == "ingest"
+    slow = plan_of(tmp_path, load=Load(rate=6_000.0), saturation_rate=4_000.0)
+    assert limited_by(slow.sections["saturation"]).startswith("ingest"), "the loop is busy for 0.78 of the time"
+    pauses = {"saturation_rate": 4_000.0, "checkpoint_stall_seconds_per_event": 2e-4}
+    paused = plan_of(tmp_path, load=Load(rate=6_000.0), **pauses)
+    assert limited_by(paused.sections["saturation"]) == "checkpoints"
 
 
-def test_a_disk_that_is_slower_than_steps_is_what_limits(tmp_path: Path) -> None:
+def test_a_disk_that_is_slower_than_steps_is_what_limits(tmp_path):
     plan = plan_of(tmp_path, load=Load(rate=100.0), disk_bytes_per_second=100_000.0)
     assert (plan.sections["saturation"].value(RATE) or 0.0) < 5_000
     assert limited_by(plan.sections["saturation"]) == "disk"
 
 
-def test_fewer_cores_limit_the_rate_by_the_cpu_time_of_an_event(tmp_path: Path) -> None:
-    changes = {"cpu_seconds_per_event": {"learner": 1e-4, "ingest": 0.9e-4, "serving": 1e-5}, "cores": 2}
-    plan = plan_of(tmp_path, load=Load(rate=100.0), **changes)
-    assert plan.sections["saturation"].value("cores") == pytest.approx(10_000)
-    assert plan.sections["saturation"].value(RATE) == 5_000
-    plan = plan_of(tmp_path, load=Load(rate=100.0, cores=0.5), **changes)
-    assert plan.sections["saturation"].value(RATE) == pytest.approx(2_500)
-    assert limited_by(plan.sections["saturation"]) == "cores"
-    assert "ingest" in plan.sections["saturation"]["cores"].formula
-    plan = plan_of(tmp_path, load=Load(rate=100.0, cores=0.5))
-    assert plan.sections["saturation"].value("cores") is None, "a run shows no CPU time of an event"
-
-
-@pytest.mark.parametrize(
-    ("stream", "words"),
-    [
-        ('bootstrap_servers = "127.0.0.1:1"\n', "--cores"),
-        ('bootstrap_servers = "kafka:9092"\n', ""),
-        ('bootstrap_servers = "kafka:9092"\nclient = "confluent"\n', '"confluent" did not read'),
-    ],
-)
-def test_a_calibration_says_what_of_the_broker_and_the_client_differs(tmp_path: Path, stream: str, words: str) -> None:
-    path = tmp_path / "pipeline.toml"
-    path.write_text(BASE.replace("[schema]", stream + "[schema]"))
-    (tmp_path / "planned_model.py").write_text(MODEL)
-    found = differences_of(load_config(path, {}).pipeline, Load(rate=1.0), Synthetic([b""], 1.0))
-    assert len(found) == bool(words)
-    assert all(words in sentence for sentence in found)
-
-
-def test_versions_and_checkpoints_do_not_grow_with_the_rate(tmp_path: Path) -> None:
+def test_versions_and_checkpoints_do_not_grow_with_the_rate(tmp_path):
     """A model of 40 MB and small events: the disk has room for few more versions, and for many more events."""
     changes = {"version_bytes": 40_000_000, "disk_bytes_per_second": 60e6}
     plan = plan_of(tmp_path, "[replay]\ncapacity = 5000\n", Load(rate=100.0), **changes)
@@ -243,8 +202,8 @@ def test_versions_and_checkpoints_do_not_grow_with_the_rate(tmp_path: Path) -> N
     assert plan.sections["saturation"].value(RATE) == 0.0, "versions alone take more"
 
 
-def test_a_plan_without_a_store_counts_the_rows_of_held_out_events(tmp_path: Path) -> None:
-    """The model of the config has four numbers and a label; a calibration holds out more than a run does at first."""
+def test_a_plan_without_a_store_counts_the_rows_of_held_out_events(tmp_path):
+    """The model of the config has four numbers and a label; a run holds out few at first."""
     more = 'strategy = "none"\n'
     checkpoints = plan_of(tmp_path, more, row_bytes=None, checkpoint_bytes=0).sections["later day"].value("checkpoints")
     pipeline = config_of(tmp_path, more).pipeline
@@ -252,26 +211,7 @@ def test_a_plan_without_a_store_counts_the_rows_of_held_out_events(tmp_path: Pat
     assert (checkpoints or 0.0) / a_day / rows > 36 + 4 * 4
 
 
-@pytest.mark.parametrize(("saved", "copied"), [(0.0, 0), (1_000.0, 1_000), (9e9, 4_000)])
-def test_copies_of_rows_in_checkpoints_of_a_calibration_are_not_of_the_plan(
-    tmp_path: Path, saved: float, copied: int
-) -> None:
-    config, peak, found = config_of(tmp_path), PeakMemory(0, None), constants()
-    report = SimpleNamespace(replay_rows={"device": 4_000}, replay_bytes={"device": 0})
-    peak.learner = 10**9
-    process_sizes(config, report, found, peak)  # type: ignore[arg-type]
-    without = found.learner_bytes or 0
-    process_sizes(config, report, found, peak, saved)  # type: ignore[arg-type]
-    assert without - (found.learner_bytes or 0) == 2 * copied * (1_024 + ENTRY_BYTES)
-
-
-def test_the_cpu_time_of_a_process_is_that_of_all_its_threads() -> None:
-    counted = cpu_seconds(os.getpid())
-    assert counted == pytest.approx(time.process_time(), abs=0.5)
-    assert cpu_seconds(2**30) == 0
-
-
-def test_a_healthy_plan_breaks_no_promise(tmp_path: Path) -> None:
+def test_a_healthy_plan_breaks_no_promise(tmp_path):
     plan = plan_of(tmp_path, "[replay]\ncapacity = 1000\n", Load(rate=1_000.0, retention_seconds=DAY))
     assert not plan.warnings
     assert plan.exit_code() is Exit.DONE
@@ -290,13 +230,11 @@ def test_a_healthy_plan_breaks_no_promise(tmp_path: Path) -> None:
         ("", Load(rate=10.0), {"device": "cuda", "device_total_bytes": 10**6}, "the device has"),
     ],
 )
-def test_each_broken_promise_is_a_warning(
-    tmp_path: Path, more: str, load: Load, changes: dict[str, object], words: str
-) -> None:
+def test_each_broken_promise_is_a_warning(tmp_path, more, load, changes, words):
     assert any(words in sentence for sentence in plan_of(tmp_path, more, load, **changes).warnings)
 
 
-def test_lines_that_were_not_measured_have_no_value_and_no_total(tmp_path: Path) -> None:
+def test_lines_that_were_not_measured_have_no_value_and_no_total(tmp_path):
     plan = make_plan(config_of(tmp_path), Load(rate=10.0), Constants(source="model", parameters=15))
     assert plan.sections["memory"]["ingest process"].text == "not measured"
     assert plan.sections["memory"].value("total") is None
@@ -315,63 +253,86 @@ def test_lines_that_were_not_measured_have_no_value_and_no_total(tmp_path: Path)
         assert sentence in shown
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0 B"), (999, "999 B"), (999_499, "999 kB"), (999_600, "1 MB"), (1e6, "1 MB"), (5e15, "5,000 TB")],
-)
-def test_a_size_has_three_digits_and_the_unit_that_needs_no_exponent(value: float, text: str) -> None:
-    assert size(value) == text
-
-
-def test_tiers_hit_in_the_proportion_of_their_rows(tmp_path: Path) -> None:
+def test_tiers_hit_in_the_proportion_of_their_rows(tmp_path):
     more = '[replay]\ncapacity = 10000\ndevice_bytes = "1MB"\ndisk = {bytes = "100MB"}\n'
     tiers = plan_of(tmp_path, more).sections["tiers"]
     assert tiers.value("memory tier") == pytest.approx(10**6 // 1_024 / 10_000)
     assert sum(line.value or 0.0 for line in tiers.lines) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("form", ["json", "rows", "arrow"])
-def test_synthetic_messages_are_events_of_the_schema(form: str) -> None:
-    if form == "arrow":
-        pytest.importorskip("pyarrow")
-    described = {
-        "features": {"x": {"dtype": "float32", "shape": [3]}, "id": {"dtype": "int32", "min": 2, "max": 5}},
-        "label": {"name": "y", "classes": 3},
-        "key": {"name": "who"},
-        "time": {"name": "at"},
+def run_in(config, **changes):
+    """Write what a pipeline that learns 100 events a second leaves in its state directory."""
+    state_dir = config.state_dir
+    for folder, files in {
+        "versions/3": {"manifest.json": 10, "weights.safetensors": 5_000},
+        "versions/12": {"manifest.json": 10, "weights.safetensors": 9_000},
+        "checkpoints/2": {"manifest.json": 10, "model.safetensors": 30_000, "rows-1": 10**6},
+    }.items():
+        (state_dir / folder).mkdir(parents=True)
+        for name, length in files.items():
+            (state_dir / folder / name).write_bytes(bytes(length))
+    rates = {"steps": 20.0, "rows_new": 100.0, "rows_replay": 100.0, "step_seconds": 0.1}
+    full = {"steps": 50.0, "rows_new": 3_200.0, "rows_replay": 3_200.0, "step_seconds": 0.8}
+    stalls = {"replay_stall_seconds": 0.32, "checkpoint_stall_seconds": 0.032}
+    fields = {
+        "pid": os.getpid(),
+        "device_memory": {"weights": 60, "optimizer": 120},
+        "replay_rows": {"device": 1_000},
+        "replay_bytes": {"device": 48_000},
+        "rates": rates | dict.fromkeys(stalls, 0.0),
+        "full_rates": full | stalls,
+        "checkpoint_seconds": 0.5,
+        "versions_published": 60,
+        "publish_skipped": 30,
     }
-    schema = Schema(SchemaSettings.model_validate(described))
-    stream = StreamSettings.model_validate({"topics": ["t"], "format": form})
-    messages = synthetic_messages(schema, stream, None, 1 if form == "json" else 5)
-    decoded = FORMATS[form](schema).decode(messages.values)
-    assert not decoded.rejects
-    assert len(decoded.columns["label"]) == len(messages.values) * (1 if form == "json" else 5)
-    assert set(np.unique(decoded.columns["feature.id"])) <= {2, 3, 4, 5}
-    assert len(np.unique(decoded.columns["label"])) == 3
+    report = LearnerReport(generation=1, started=0.0, time=60.0, steps=9, **(fields | changes))  # type: ignore[arg-type]
+    write_report(state_dir, report)
+    served = {"freshness_p50_seconds": 3.0, "freshness_p99_seconds": 4.5, "request_p50_seconds": 0.004}
+    write_serving(state_dir, ServingReport(pid=os.getpid(), started=0.0, time=60.0, address="", ready=True, **served))  # type: ignore[arg-type]
 
 
-def test_json_events_have_the_size_that_is_asked_for_or_the_smallest_possible() -> None:
-    described = {"features": {"x": {"dtype": "float64", "shape": [50]}}, "label": {"name": "y", "dtype": "float32"}}
-    schema = Schema(SchemaSettings.model_validate(described))
-    stream = StreamSettings.model_validate({"topics": ["t"]})
-    for least in (400, 1_000, 5_000):
-        assert synthetic_messages(schema, stream, least, 1).event_bytes == pytest.approx(least, rel=0.1)
-    assert synthetic_messages(schema, stream, 10, 1).event_bytes > 100
-    with pytest.raises(SettingsError, match="one event"):
-        synthetic_messages(schema, stream, None, 2)
+def test_a_run_in_the_state_directory_gives_the_constants(tmp_path):
+    config = config_of(tmp_path, 'max_delay = "100ms"\n[versions]\npublish_every = "2s"\n')
+    run_in(config)
+    found = measured_constants(config)
+    assert (found.source, found.parameters, found.row_bytes) == ("run", 15, 48)
+    assert found.version_bytes == 4_096 + 3 * 4_096, "the newest, in whole pages"
+    assert found.checkpoint_bytes == 4_096 + 8 * 4_096, "without rows"
+    assert found.report_bytes == 2 * 4_096
+    assert found.publish_seconds == 3.0, "a version was due each 2 s, and one of three fell due while one was written"
+    assert found.checkpoint_seconds == 0.5
+    assert (found.saturation_rate, found.full_step_rows, found.full_step_seconds) == (3_200, 64, 0.016)
+    assert found.stall_seconds_per_event == pytest.approx(1e-4)
+    assert found.checkpoint_stall_seconds_per_event == pytest.approx(1e-5)
+    assert (found.step_seconds, found.request_seconds) == (pytest.approx(0.005), 0.004)
+    assert found.delivery_seconds == pytest.approx(3.0 - (0.1 + 3.0) / 2 - 0.005)
+    assert found.delivery_p99_seconds == pytest.approx(4.5 - 3.1 - 0.005)
+    assert found.disk_bytes_per_second
+    assert 10**6 < (found.learner_bytes or 0) == pytest.approx(found.serving_bytes or 0, rel=0.1)
+    assert not found.remarks
+    plan = make_plan(config, Load(rate=100.0), found)
+    assert not [name for name in plan.unknown() if name != "host memory"]
 
 
-def test_a_calibration_changes_what_is_outside_and_keeps_the_rest(tmp_path: Path) -> None:
-    more = (
-        '[learner.mesh]\ndata = 2\n[storage]\nurl = "s3://bucket/prefix"\n[replay]\ncapacity = 1000000\n'
-        '[replay.redis]\nurl = "redis://h"\nbytes = "1GB"\n[serving]\nport = 9\ngrpc_port = 10\nworkers = 3\n'
-    )
-    pipeline = config_of(tmp_path, more).pipeline
-    spec = CalibrationSpec("/elsewhere", "m", 1.0, "f", "127.0.0.1:1", 5.0, 0.5, 0.05)
-    changed = calibrated(pipeline, spec)
-    assert changed.storage is changed.replay.redis is changed.learner.mesh is changed.serving.grpc_port is None
-    assert (changed.serving.port, changed.serving.workers, changed.learner.replicas) == (0, 1, 1)
-    assert str(changed.state_dir) == "/elsewhere"
-    assert changed.replay.capacity == 50_000
-    assert changed.model == pipeline.model
-    assert changed.learner.optimizer == pipeline.learner.optimizer
+def test_what_a_run_does_not_show_is_not_in_the_plan_and_the_plan_says_how_to_measure_it(tmp_path):
+    config = config_of(tmp_path)
+    run_in(config, pid=2**30, full_rates={}, lag_seconds=60.0)
+    found = measured_constants(config)
+    assert found.learner_bytes is found.saturation_rate is found.delivery_seconds is None
+    assert [remark.partition(":")[0] for remark in found.remarks] == [
+        "nothing runs",
+        "no freshness",
+        "no highest rate",
+    ]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render_plan(make_plan(config, Load(rate=10.0), found), explain=False))
+    assert all(remark in console.file.getvalue() for remark in found.remarks)
+
+
+@pytest.mark.process
+def test_without_a_run_the_model_alone_is_measured(tmp_path):
+    config = config_of(tmp_path)
+    found = measured_constants(config)
+    assert (found.source, found.parameters, found.saturation_rate) == ("model", 15, None)
+    assert read_report(config.state_dir) is None
+    assert f"no learner has run in {config.state_dir}" in found.remarks[0]

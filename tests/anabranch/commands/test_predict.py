@@ -2,23 +2,23 @@
 
 import contextlib
 import json
+import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from anabranch.cli import app as cli
+from anabranch import cli
 from anabranch.commands.predict import tensors_of
-from anabranch.config.loader import Config, load_config
-from ingest.events.schema import Schema
-from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
-from serving.protocol.codec import Signature
-from serving.reporting.report import ServingReport, read_report
+from anabranch.config.loader import load_config
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions
+from anabranch.serving.protocol.codec import Signature
+from anabranch.serving.reporting.report import ServingReport, read_report, write_report
 from tests.pipelines import Part
+from tests.support.http_server import Handler, serving
 
 CONFIG = """
 [serving]
@@ -28,12 +28,12 @@ tokens = {{read = "lesen", admin = "verwalten"}}
 
 
 @pytest.fixture
-def config(write_pipeline: Callable[..., Path], free_port: Callable[[], int]) -> Config:
+def config(write_pipeline, free_port):
     return load_config(write_pipeline("127.0.0.1:1", "events", CONFIG.format(port=free_port())))
 
 
 @pytest.fixture
-def _serving(config: Config) -> Iterator[None]:
+def _serving(config):
     """A serving process that serves version 7, which answers with the index of the largest feature."""
     manifest = Manifest(
         number=7,
@@ -55,7 +55,7 @@ def _serving(config: Config) -> Iterator[None]:
     Versions(config.state_dir / "versions").write(model.state_dict(), manifest, Verdict("pass"))
     with contextlib.closing(Part("serving", config.path)) as process:
 
-        def ready() -> ServingReport | None:
+        def ready():
             report = read_report(config.state_dir)
             return report if report is not None and report.ready else None
 
@@ -64,7 +64,7 @@ def _serving(config: Config) -> Iterator[None]:
         process.stop()
 
 
-def write(config: Config, *events: object) -> Path:
+def write(config, *events):
     path = config.folder / "events.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     return path
@@ -72,7 +72,7 @@ def write(config: Config, *events: object) -> Path:
 
 @pytest.mark.process
 @pytest.mark.usefixtures("_serving")
-def test_each_event_gets_a_prediction_with_its_version(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_event_gets_a_prediction_with_its_version(config, capsys):
     path = write(config, {"x": [0, 5, 0]}, {"x": [0.0, 0.0, 5.0], "y": 1})
     assert cli.main(["predict", str(path), "-c", str(config.path)]) == 0
     replies = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -96,9 +96,7 @@ def test_each_event_gets_a_prediction_with_its_version(config: Config, capsys: p
         ("", {"x": [1.5, 2.5]}, [1.5, 2.5]),
     ],
 )
-def test_a_feature_that_an_event_lacks_is_left_to_serving_as_over_http(
-    tmp_path: Path, keys: str, event: dict[str, object], given: list[object] | None
-) -> None:
+def test_a_feature_that_an_event_lacks_is_left_to_serving_as_over_http(tmp_path, keys, event, given):
     path = tmp_path / "pipeline.toml"
     path.write_text(
         'name = "d"\n[stream]\ntopics = ["a"]\n[model]\nfactory = "m:b"\n[schema.label]\nname = "y"\nclasses = 2\n'
@@ -106,7 +104,7 @@ def test_a_feature_that_an_event_lacks_is_left_to_serving_as_over_http(
     )
     schema = Schema(load_config(path).pipeline.events)
     signature = Signature(schema, [], 8)
-    inputs = {spec.name: spec.metadata() for spec in signature.inputs.values()}
+    inputs = {spec.name: str(spec.metadata()["datatype"]) for spec in signature.inputs.values()}
     tensors = tensors_of(schema, {"z": 0.0, **event}, inputs, "line 1")
     assert [tensor["data"] for tensor in tensors if tensor["name"] == "x"] == ([] if given is None else [given])
     request = signature.decode(json.dumps({"inputs": tensors}).encode(), None)
@@ -114,7 +112,34 @@ def test_a_feature_that_an_event_lacks_is_left_to_serving_as_over_http(
     np.testing.assert_array_equal(request.features["x"][0], np.array(expected, np.float32))
 
 
-def test_without_a_server_it_says_how_to_start_one(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_server_it_says_how_to_start_one(config, capsys):
     path = write(config, {"x": [0, 5, 0]})
     assert cli.main(["predict", str(path), "-c", str(config.path)]) == 3
     assert f'is not ready; start it: "anabranch serve -c {config.path}"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "sentence"),
+    [
+        (200, b'{"inputs": ["' + b"x" * 1000 + b'"]}', "the answer is longer than 1,000 bytes"),
+        (200, b"[1]", "does not answer as expected"),
+        (200, b'{"inputs": 1}', "does not answer as expected"),
+        (503, b"[1]", "the server answered 503: no reason"),
+        (503, b'{"error": "it starts"}', "the server answered 503: it starts"),
+    ],
+)
+def test_an_answer_that_no_server_of_ours_gives_is_one_sentence(config, capsys, monkeypatch, status, body, sentence):
+    monkeypatch.setattr("anabranch.commands.versions.rollout.MOST_BYTES", 1000)
+
+    class Other(Handler):
+        def do_GET(self):
+            self.reply(body, status)
+
+    now = time.time()
+    config.state_dir.mkdir()
+    with serving(Other, config.pipeline.serving.port) as address:
+        write_report(
+            config.state_dir, ServingReport(pid=os.getpid(), started=now, time=now, address=address, ready=True)
+        )
+        assert cli.main(["predict", "-c", str(config.path), str(write(config, {"x": [1, 2, 3]}))]) == 3
+    assert sentence in capsys.readouterr().err

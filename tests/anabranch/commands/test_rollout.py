@@ -1,4 +1,4 @@
-"""`anabranch versions promote`, `reject`, `rollback`, `pin` and `unpin`, with a serving process and without one."""
+"""`anabranch versions serve`, `rollback`, `reject` and `unpin`, with a serving process and without one."""
 
 import contextlib
 import io
@@ -7,21 +7,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from anabranch.cli import app as cli
-from anabranch.commands.rollout import _is_configured
-from anabranch.config.loader import Config, load_config
-from ingest.events.schema import Schema
-from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
-from serving.config import ServingSettings
-from serving.reporting.report import ServingReport, read_report, write_report
+from anabranch import cli
+from anabranch.commands.versions.rollout import _is_configured
+from anabranch.config.loader import load_config
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.serving.reporting.report import ServingReport, read_report, write_report
+from anabranch.serving.settings import ServingSettings
 from tests.pipelines import Part
 
 CONFIG = """
@@ -32,14 +30,14 @@ tokens = {{read = "lesen", admin = "verwalten"}}
 
 
 @pytest.fixture
-def config(write_pipeline: Callable[..., Path], free_port: Callable[[], int]) -> Config:
+def config(write_pipeline, free_port):
     found = load_config(write_pipeline("127.0.0.1:1", "events", CONFIG.format(port=free_port())))
     for number, verdict in enumerate(("pass", "pass", "fail"), start=1):
         publish(found, number, verdict)
     return found
 
 
-def publish(config: Config, number: int, verdict: str) -> None:
+def publish(config, number, verdict):
     manifest = Manifest(
         number=number,
         generation=1,
@@ -57,16 +55,16 @@ def publish(config: Config, number: int, verdict: str) -> None:
     found(config).write(nn.Linear(3, 3).state_dict(), manifest, Verdict(verdict))  # type: ignore[arg-type]
 
 
-def found(config: Config) -> Versions:
+def found(config):
     return Versions(config.state_dir / "versions")
 
 
 @pytest.fixture
-def serving(config: Config) -> Iterator[ServingReport]:
+def serving(config):
     """A serving process, once it is ready."""
     with contextlib.closing(Part("serving", config.path)) as process:
 
-        def ready_report() -> ServingReport | None:
+        def ready_report():
             report = read_report(config.state_dir)
             return report if report is not None and report.ready else None
 
@@ -74,18 +72,16 @@ def serving(config: Config) -> Iterator[ServingReport]:
         process.stop()
 
 
-def run(config: Config, *words: str) -> int:
+def run(config, *words):
     return cli.main(["versions", *words, "-c", str(config.path)])
 
 
 @pytest.mark.process
-def test_a_serving_process_applies_a_command_at_once_and_says_what_it_serves(
-    config: Config, serving: ServingReport, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_serving_process_applies_a_command_at_once_and_says_what_it_serves(config, serving, capsys):
     assert serving.version == 2
-    assert run(config, "promote", "3") == 0
+    assert run(config, "serve", "3", "--yes") == 0
     assert capsys.readouterr().out == "version 3 is served\n"
-    assert run(config, "rollback", "--json") == 0
+    assert run(config, "rollback", "--yes", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
         "serving": 2,
         "previous": 3,
@@ -95,58 +91,51 @@ def test_a_serving_process_applies_a_command_at_once_and_says_what_it_serves(
         "promoted": 2,
         "running": True,
     }
-    assert run(config, "pin", "1") == 0
+    assert run(config, "serve", "1", "--pin", "--yes") == 0
     assert capsys.readouterr().out == "version 1 is served, and no other until it is unpinned\n"
-    assert run(config, "promote", "2") == 2
+    assert run(config, "serve", "2", "--yes") == 2
     assert "version 1 is pinned, and nothing else is served" in capsys.readouterr().err
-    assert run(config, "unpin") == 0
+    assert run(config, "unpin", "--yes") == 0
     assert found(config).state().serving == 2
 
 
 @pytest.mark.process
-def test_a_wrong_token_is_one_sentence(
-    config: Config, serving: ServingReport, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_token_is_one_sentence(config, serving, capsys, monkeypatch):
     assert serving.ready
     monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "something else")
-    assert run(config, "pin", "1") == 2
+    assert run(config, "serve", "1", "--pin", "--yes") == 2
     assert capsys.readouterr().err.splitlines() == [
         "anabranch: send the header Authorization: Bearer and a token of this server"
     ]
     monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "lesen")
-    assert run(config, "pin", "1") == 2
+    assert run(config, "serve", "1", "--pin", "--yes") == 2
     assert "this token is for reading" in capsys.readouterr().err
     assert found(config).state().pinned is None
 
 
-def test_without_a_serving_process_the_order_is_written_down(
-    config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(config, "pin") == 2
-    assert "serving has taken no version yet" in capsys.readouterr().err
-    assert run(config, "unpin") == 2
-    assert "no version is pinned" in capsys.readouterr().err
-    assert run(config, "promote", "9") == 2
+def test_without_a_serving_process_the_order_is_written_down(config, capsys):
+    assert run(config, "serve", "served", "--pin", "--yes") == 2
+    assert "serving has taken no version" in capsys.readouterr().err
+    assert run(config, "unpin", "--yes") == 2
+    assert "no version is pinned" in (said := capsys.readouterr().err)
+    assert "to end a rollback, `anabranch versions serve` a newer one" in said
+    assert run(config, "serve", "9", "--yes") == 2
     assert "there is no version 9; there are 1 to 3" in capsys.readouterr().err
     found(config).write_state(RegistryState(serving=2, previous=1))
-    assert run(config, "rollback") == 0
+    assert run(config, "rollback", "--yes") == 0
     assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2, 3], promoted=1)
     assert capsys.readouterr().out == "saved; serving is not running and will apply it on start\n"
-    assert run(config, "promote", "latest") == 0
+    assert run(config, "serve", "latest", "--yes") == 0
     assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2], promoted=3)
 
 
-def test_a_rollback_without_a_version_before_names_the_way_out(
-    config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rollback_without_a_version_before_names_the_way_out(config, capsys):
     found(config).write_state(RegistryState(serving=1))
-    assert run(config, "rollback") == 2
-    assert "name one with --to, whatever its verdict" in capsys.readouterr().err
-    assert run(config, "rollback", "--to", "2") == 2
-    assert "version 2 is newer than version 1, which is served" in capsys.readouterr().err
+    assert run(config, "rollback", "--yes") == 2
+    assert "`anabranch versions serve` serves one whatever its verdict" in capsys.readouterr().err
 
 
-def test_reject_asks_first(config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reject_asks_first(config, capsys, monkeypatch):
     found(config).write_state(RegistryState(serving=2))
     before = found(config).state()
     monkeypatch.setattr("sys.stdin", io.StringIO())
@@ -157,7 +146,7 @@ def test_reject_asks_first(config: Config, capsys: pytest.CaptureFixture[str], m
     )
     assert run(config, "reject", "served", "--dry-run") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown == "version 2 is served now and would never be served again; version 1 would be served"
+    assert shown == "version 2 would never be served again, and is served now; version 1 would be served"
     assert found(config).state() == before
     for answer, code in (("n", 2), ("y", 0)):
         terminal = io.StringIO(f"{answer}\n")
@@ -170,24 +159,41 @@ def test_reject_asks_first(config: Config, capsys: pytest.CaptureFixture[str], m
     assert found(config).state().rolled_back == [2, 3]
 
 
-def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_of_reach(
-    config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["serve", "1"],
+            "version 1 would be served, until a newer one passes the gate; newer ones would not be: 2, 3; now version",
+        ),
+        (["serve", "3", "--pin"], "version 3 would be served, and no other until it is unpinned; now version 2"),
+        (["rollback"], "version 1 would be served again, until a newer one passes the gate; newer ones would not"),
+    ],
+)
+def test_what_changes_what_is_served_asks_first(config, capsys, monkeypatch, words, sentence):
+    found(config).write_state(before := RegistryState(serving=2, previous=1))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert run(config, *words) == 2
+    assert f"versions {words[0]} asks first" in capsys.readouterr().err
+    assert run(config, *words, "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["preview"].startswith(sentence)
+    assert found(config).state() == before
+
+
+def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_of_reach(config, capsys):
     now, address = time.time(), f"http://127.0.0.1:{config.pipeline.serving.port}"
     write_report(config.state_dir, ServingReport(pid=os.getpid(), started=now, time=now, address=address, ready=True))
-    assert run(config, "pin", "1") == 3
+    assert run(config, "serve", "1", "--pin", "--yes") == 3
     assert f"serving at {address} does not answer" in capsys.readouterr().err
     assert found(config).state().pinned is None
 
 
 @pytest.mark.parametrize(("status", "code"), [(503, 3), (429, 3), (500, 3), (404, 2), (409, 2), (403, 2)])
-def test_a_refusal_that_passes_is_no_fault_of_the_command(
-    config: Config, capsys: pytest.CaptureFixture[str], status: int, code: int
-) -> None:
+def test_a_refusal_that_passes_is_no_fault_of_the_command(config, capsys, status, code):
     now, body = time.time(), b'{"error": "the sentence of the server"}'
     with socket.create_server(("127.0.0.1", config.pipeline.serving.port)) as listener:
 
-        def answer() -> None:
+        def answer():
             connection, _ = listener.accept()
             with connection:
                 connection.recv(65_536)
@@ -198,21 +204,19 @@ def test_a_refusal_that_passes_is_no_fault_of_the_command(
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         report = ServingReport(pid=os.getpid(), started=now, time=now, address=address, ready=True)
         write_report(config.state_dir, report)
-        assert run(config, "pin", "1") == code
+        assert run(config, "serve", "1", "--pin", "--yes") == code
         thread.join()
     assert "the sentence of the server" in capsys.readouterr().err
 
 
-def test_a_command_whose_answer_takes_long_may_still_be_applied(
-    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("anabranch.commands.rollout._PATIENCE_SECONDS", 0.01)
+def test_a_command_whose_answer_takes_long_may_still_be_applied(config, capsys, monkeypatch):
+    monkeypatch.setattr("anabranch.commands.versions.rollout._PATIENCE_SECONDS", 0.01)
     now = time.time()
     with socket.create_server(("127.0.0.1", config.pipeline.serving.port)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         report = ServingReport(pid=os.getpid(), started=now, time=now, address=address, ready=True)
         write_report(config.state_dir, report)
-        assert run(config, "pin", "1") == 3
+        assert run(config, "serve", "1", "--pin", "--yes") == 3
     assert "may still apply the command: see `anabranch status` before you send it again" in capsys.readouterr().err
 
 
@@ -230,30 +234,24 @@ def test_a_command_whose_answer_takes_long_may_still_be_applied(
         "",
     ],
 )
-def test_no_token_goes_to_an_address_at_which_serving_is_not_configured_to_listen(
-    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
+def test_no_token_goes_to_an_address_at_which_serving_is_not_configured_to_listen(config, capsys, monkeypatch, address):
     _no_token_goes(config, capsys, monkeypatch, "8000", address)
 
 
-def test_no_token_goes_to_a_port_that_only_a_report_names(
-    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_token_goes_to_a_port_that_only_a_report_names(config, capsys, monkeypatch):
     _no_token_goes(config, capsys, monkeypatch, "0", "http://127.0.0.1:8001")
 
 
-def _no_token_goes(
-    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: str, address: str
-) -> None:
+def _no_token_goes(config, capsys, monkeypatch, port, address):
     monkeypatch.setenv("ANABRANCH__SERVING__PORT", port)
-    monkeypatch.setattr("anabranch.commands.rollout.http.client.HTTPConnection", None)
+    monkeypatch.setattr("anabranch.commands.versions.rollout.http.client.HTTPConnection", None)
     now = time.time()
     write_report(config.state_dir, ServingReport(pid=1, started=now, time=now, address=address, ready=True))
-    assert run(config, "pin", "1") == 2
+    assert run(config, "serve", "1", "--pin", "--yes") == 2
     assert "no token is sent there" in capsys.readouterr().err
 
 
-def test_serving_may_listen_at_an_address_of_the_name_in_its_settings() -> None:
+def test_serving_may_listen_at_an_address_of_the_name_in_its_settings():
     settings = ServingSettings.model_validate({"host": "192.0.2.9", "port": 9, "tokens": {"read": "r", "admin": "a"}})
     assert _is_configured(settings, "http://192.0.2.9:9")
     assert _is_configured(settings, "http://[::1]:9")

@@ -6,12 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from anabranch.cli import app as cli
+from anabranch import cli
 from anabranch.config.loader import load_config
-from learner.__main__ import deployment_of
-from learner.search.latency import ServedBatch
-from learner.state_dir.report import LearnerReport, write_report
-from learner.state_dir.search.control import ChallengerReport, SearchReport, read_control
+from anabranch.learner.state_dir.search_control import ChallengerReport, SearchReport, read_control
+from anabranch.learner.status.report import LearnerReport, write_report
 
 LR = "learner.optimizer.lr"
 
@@ -67,9 +65,9 @@ def test_status_shows_what_was_tried_and_how_it_ended(config, reported, capsys):
 
 
 def test_a_challenger_is_promoted_by_its_number(config, reported, capsys):
-    assert run(config, "promote", "8") == 2
+    assert run(config, "promote", "8", "--yes") == 2
     assert "there is no challenger 8: those that are known are 7..7" in capsys.readouterr().err
-    assert run(config, "promote", "7") == 0
+    assert run(config, "promote", "7", "--yes") == 0
     assert f"the model is to take {LR} = 0.02" in capsys.readouterr().out
     control = read_control(reported)
     assert (control.values, control.pinned) == ({LR: 0.02}, False)
@@ -77,7 +75,7 @@ def test_a_challenger_is_promoted_by_its_number(config, reported, capsys):
 
 def test_a_challenger_is_promoted_after_a_pin_that_the_learner_has_not_reported(config, reported):
     assert run(config, "pin") == 0
-    assert run(config, "promote", "7") == 0
+    assert run(config, "promote", "7", "--yes") == 0
     assert read_control(reported).pinned
 
 
@@ -85,7 +83,7 @@ def test_a_challenger_with_other_keys_than_the_model_is_refused(config, reported
     report = json.loads((reported / "learner.json").read_bytes())
     report["search"]["values"]["learner.max_grad_norm"] = 1.0
     (reported / "learner.json").write_text(json.dumps(report))
-    assert run(config, "promote", "7") == 2
+    assert run(config, "promote", "7", "--yes") == 2
     assert "change search.space back" in capsys.readouterr().err
     assert read_control(reported).values == {}
 
@@ -106,10 +104,11 @@ class TestNetworks:
         return reported
 
     def test_the_learner_has_the_time_that_serving_has_for_a_pass(self, config, network):
-        assert deployment_of(load_config(config, {})).served == ServedBatch(64, timedelta(milliseconds=20 - 2))
+        served = load_config(config, {}).pipeline.serving
+        assert (served.max_batch, served.slo - served.max_delay) == (64, timedelta(milliseconds=20 - 2))
 
     def test_promote_says_which_arguments_to_set(self, config, network, capsys):
-        assert run(config, "promote", "7") == 2
+        assert run(config, "promote", "7", "--yes") == 2
         assert "set hidden = 203 in [model].args of a new pipeline" in capsys.readouterr().err
         assert read_control(network).values == {}
 

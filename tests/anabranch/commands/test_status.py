@@ -10,24 +10,24 @@ import msgspec
 import pytest
 from rich.console import Console
 
-import learner.state_dir.report
-import serving.reporting.report
-from anabranch.cli import app as cli
-from anabranch.cli.common import show
+import anabranch.serving.reporting.report
+from anabranch import cli
+from anabranch.command import output
 from anabranch.commands.status import read_status, render
-from anabranch.config.loader import Config, load_config
-from anabranch.runtime.console import PlainConsole
-from learner.state_dir.report import (
+from anabranch.config.loader import load_config
+from anabranch.learner.device.reading import DeviceReport
+from anabranch.learner.status import report as reports
+from anabranch.learner.status.report import (
     BackfillReport,
     DeviceHealthReport,
-    DeviceReport,
     DeviceSharingReport,
     LabelReport,
     LearnerReport,
     PartitionReport,
     StorageReport,
 )
-from serving.reporting.report import ServingReport
+from anabranch.runtime.console import PlainConsole
+from anabranch.serving.reporting.report import ServingReport
 
 PARTITION = PartitionReport(
     start=0, end=1000, finished=958, passed=0, gaps=0, removed=0, pending=42, trained_through=957
@@ -108,7 +108,7 @@ def screen(config):
     return " ".join(console.file.getvalue().split())
 
 
-def test_device_sharing_is_on_the_screen(config: Config) -> None:
+def test_device_sharing_is_on_the_screen(config):
     share = DeviceSharingReport(
         policy="fraction",
         servers=1,
@@ -118,7 +118,7 @@ def test_device_sharing_is_on_the_screen(config: Config) -> None:
         wait_p99_seconds=0.0034,
         micro_batch_size=32,
     )
-    learner.state_dir.report.write_report(config.state_dir, learner_report(device_sharing=share))
+    reports.write_report(config.state_dir, learner_report(device_sharing=share))
     assert "device sharing fraction: 75% training, 1 server, p99 3.4 ms to yield, micro-batches of 32" in screen(config)
 
 
@@ -142,7 +142,7 @@ def test_the_history_is_shown_with_its_expected_end_at_80_columns_and_without_a_
         name: msgspec.structs.replace(PARTITION, files=12, history=number)
         for number, name in enumerate(("history", "history.2"), 1)
     }
-    learner.state_dir.report.write_report(
+    reports.write_report(
         config.state_dir,
         learner_report(backfill=backfill_report(), partitions=partitions | {"events:0": PARTITION}),
     )
@@ -162,23 +162,23 @@ def test_the_history_is_shown_with_its_expected_end_at_80_columns_and_without_a_
     assert len([line for line in shown.splitlines() if line.startswith("history")]) == 1
 
 
-def test_a_history_that_is_read_is_one_line(config: Config) -> None:
+def test_a_history_that_is_read_is_one_line(config):
     done = backfill_report(rows_read=10_000_000, files_read=12, done=True)
-    learner.state_dir.report.write_report(config.state_dir, learner_report(backfill=done))
+    reports.write_report(config.state_dir, learner_report(backfill=done))
     assert "history read, 10,000,000 rows of 12 files steps" in screen(config)
 
 
-def test_what_the_object_store_lacks_is_on_the_screen(config: Config) -> None:
+def test_what_the_object_store_lacks_is_on_the_screen(config):
     lags = {"checkpoints": 0.0, "versions": 125.0}
     storage = StorageReport(url="s3://b/p", lag_seconds=lags, uploaded_bytes=2_000_000, failures=4)
-    learner.state_dir.report.write_report(config.state_dir, learner_report(storage=storage))
+    reports.write_report(config.state_dir, learner_report(storage=storage))
     assert "object store s3://b/p lacks the newest versions for 0:02:05" in screen(config)
     storage = msgspec.structs.replace(storage, lag_seconds=dict.fromkeys(lags, 0.0))
-    learner.state_dir.report.write_report(config.state_dir, learner_report(storage=storage))
-    assert "object store s3://b/p has everything, 2.0 MB uploaded" in screen(config)
+    reports.write_report(config.state_dir, learner_report(storage=storage))
+    assert "object store s3://b/p has everything, 2 MB uploaded" in screen(config)
 
 
-def test_late_labels_are_on_the_screen(config: Config) -> None:
+def test_late_labels_are_on_the_screen(config):
     labels = LabelReport(
         waiting=1500,
         ready=0,
@@ -191,16 +191,14 @@ def test_late_labels_are_on_the_screen(config: Config) -> None:
         lag_p99_seconds=7200.0,
     )
     waiting = msgspec.structs.replace(PARTITION, waiting=1500)
-    learner.state_dir.report.write_report(
-        config.state_dir, learner_report(labels=labels, partitions={"events:0": waiting})
-    )
+    reports.write_report(config.state_dir, learner_report(labels=labels, partitions={"events:0": waiting}))
     text = screen(config)
-    assert "1,500 events wait (0.1 of 1000.0 MB); ended: trained 40, timed out 2; labels: matched 40, late 1" in text
+    assert "1,500 events wait (150 kB of 1 GB); ended: trained 40, timed out 2; labels: matched 40, late 1" in text
     assert "lag p50 5.00 s, p99 2:00:00" in text
     assert "trained through 957, 1,500 wait for labels" in text
 
 
-def test_the_device_is_on_the_screen_with_its_gravest_sentence(config: Config) -> None:
+def test_the_device_is_on_the_screen_with_its_gravest_sentence(config):
     device = DeviceReport(
         uuid="GPU-1",
         name="NVIDIA H100",
@@ -211,15 +209,15 @@ def test_the_device_is_on_the_screen_with_its_gravest_sentence(config: Config) -
         warnings=["it slows down because it is hot"],
     )
     health = DeviceHealthReport(devices=[device], joules_per_event=0.125)
-    learner.state_dir.report.write_report(config.state_dir, learner_report(device=health))
+    reports.write_report(config.state_dir, learner_report(device=health))
     line = "device NVIDIA H100, 71 °C, 12.3 of 80.0 GB, 512 W, 0.125 J an event: it slows down because it is hot"
     assert line in screen(config)
 
 
-def test_what_a_report_says_gives_no_orders_to_the_terminal(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
     problem = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
-    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=problem))
-    show(None, lambda: render(read_status(config)))
+    reports.write_report(config.state_dir, learner_report(problems=problem))
+    output(None, lambda: render(read_status(config)))
     shown = capsys.readouterr().out
     assert not set(shown) & {"\x1b", "\x07", "\x9b"}
     for sentence in (
@@ -231,7 +229,7 @@ def test_what_a_report_says_gives_no_orders_to_the_terminal(config: Config, caps
         assert sentence in shown
 
 
-def test_nothing_that_runs_is_said_so(config: Config) -> None:
+def test_nothing_that_runs_is_said_so(config):
     assert "learner not running serving not running" in screen(config)
     document = json.loads(read_status(config).to_json())
     assert document["learner"] == {"condition": "not running", "age_seconds": None, "report": None}
@@ -248,13 +246,13 @@ def test_nothing_that_runs_is_said_so(config: Config) -> None:
 )
 def test_lag_is_shown_with_its_age_and_old_lag_is_not_shown_as_current(config, now, written, asked, shown):
     report = learner_report(time=now - written, lag_seconds=1.5, lag_age_seconds=asked)
-    learner.state_dir.report.write_report(config.state_dir, report)
+    reports.write_report(config.state_dir, report)
     assert shown in screen(config)
 
 
-def test_the_screen_has_every_figure(config: Config, now: float) -> None:
-    learner.state_dir.report.write_report(config.state_dir, learner_report(time=now, checkpoint_time=now - 90))
-    serving.reporting.report.write_report(config.state_dir, serving_report())
+def test_the_screen_has_every_figure(config, now):
+    reports.write_report(config.state_dir, learner_report(time=now, checkpoint_time=now - 90))
+    anabranch.serving.reporting.report.write_report(config.state_dir, serving_report())
     text = screen(config)
     for figure in (
         f"learner running pid {os.getpid()}",
@@ -282,82 +280,80 @@ def test_the_screen_has_every_figure(config: Config, now: float) -> None:
         assert figure in text
 
 
-def test_old_events_caches_and_lost_events_have_their_names(config: Config) -> None:
+def test_old_events_caches_and_lost_events_have_their_names(config):
     rows = {"device": 50, "disk": 700}
     report = learner_report(replay_rows=rows, replay_bytes={"device": 50_000, "disk": 700_000}, replay_lost=3)
-    learner.state_dir.report.write_report(config.state_dir, report)
-    serving.reporting.report.write_report(config.state_dir, serving_report(freshness_p99_seconds=7 * 86400.0))
+    reports.write_report(config.state_dir, report)
+    anabranch.serving.reporting.report.write_report(config.state_dir, serving_report(freshness_p99_seconds=7 * 86400.0))
     text = screen(config)
-    assert "replay device cache 50 (0.1 MB), disk 700 (0.7 MB) 3 events were lost by a tier" in text
+    assert "replay device cache 50 (50 kB), disk 700 (700 kB) 3 events were lost by a tier" in text
     assert "freshness p50 0.31 s, p99 7 days, 0:00:00 from append" in text
 
 
-def test_a_hold_and_a_pin_are_shown(config: Config, now: float) -> None:
+def test_a_hold_and_a_pin_are_shown(config, now):
     report = learner_report(
         time=now, held_since=now - 75, held_reasons=["worse on old", "worse on new"], verdict="fail"
     )
-    learner.state_dir.report.write_report(config.state_dir, report)
-    serving.reporting.report.write_report(config.state_dir, serving_report(pinned=16))
+    reports.write_report(config.state_dir, report)
+    anabranch.serving.reporting.report.write_report(config.state_dir, serving_report(pinned=16))
     text = screen(config)
     assert "gate versions are held back, for 0:01:15: worse on old; worse on new" in text
     assert "version 16, pinned" in text
-    learner.state_dir.report.write_report(config.state_dir, learner_report(verdict="pass"))
+    reports.write_report(config.state_dir, learner_report(verdict="pass"))
     assert "gate pass" in screen(config)
 
 
 def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid, now):
-    learner.state_dir.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=now - 3600))
+    reports.write_report(config.state_dir, learner_report(pid=dead_pid, time=now - 3600))
     assert f"learner not running pid {dead_pid}, last report 1:00:00 ago" in screen(config)
 
 
-def test_a_living_part_that_says_nothing_is_silent(config: Config) -> None:
-    serving.reporting.report.write_report(config.state_dir, serving_report(time=time.time() - 25))
+def test_a_living_part_that_says_nothing_is_silent(config):
+    anabranch.serving.reporting.report.write_report(config.state_dir, serving_report(time=time.time() - 25))
     assert "serving silent" in screen(config)
 
 
-def test_json_holds_both_reports_whole(config: Config) -> None:
+def test_json_holds_both_reports_whole(config):
     report = learner_report()
-    learner.state_dir.report.write_report(config.state_dir, report)
+    reports.write_report(config.state_dir, report)
     document = json.loads(read_status(config).to_json())
     assert document["learner"]["report"] == msgspec.to_builtins(report)
     assert (document["name"], document["learner"]["condition"]) == ("digits", "running")
     assert document["serving"]["report"] is None
 
 
-def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config: Config) -> None:
+def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
     now = time.time()
-    learner.state_dir.report.write_report(
-        config.state_dir, LearnerReport(pid=os.getpid(), generation=1, started=now, time=now, steps=0)
-    )
+    reports.write_report(config.state_dir, LearnerReport(pid=os.getpid(), generation=1, started=now, time=now, steps=0))
     text = screen(config)
     for figure in ("accuracy not known yet", "outcomes none", "replay empty", "version none yet"):
         assert figure in text
 
 
 def test_the_exit_code_says_whether_the_pipeline_is_healthy(config, dead_pid, capsys):
-    def code(*options: str) -> int:
+    def code(*options):
         return cli.main(["status", "--exit-code", *options, "-c", str(config.path)])
 
     assert code() == 5, "neither part has run"
-    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[]))
+    reports.write_report(config.state_dir, learner_report(problems=[]))
     assert code("--json") == 5, "serving has not run"
-    serving.reporting.report.write_report(config.state_dir, serving_report(problems=[]))
+    anabranch.serving.reporting.report.write_report(config.state_dir, serving_report(problems=[]))
     assert code() == 0
-    learner.state_dir.report.write_report(config.state_dir, learner_report())
+    reports.write_report(config.state_dir, learner_report())
     assert code() == 4, "the learner reports a problem"
     assert cli.main(["status", "-c", str(config.path)]) == 0
-    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[], time=time.time() - 100))
+    reports.write_report(config.state_dir, learner_report(problems=[], time=time.time() - 100))
     assert code() == 4, "the learner is silent"
-    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[], pid=dead_pid))
+    reports.write_report(config.state_dir, learner_report(problems=[], pid=dead_pid))
     assert code() == 5
 
 
 def test_the_simplest_rule_is_next_to_the_accuracy_and_what_it_beats_is_said(config, now):
     report = learner_report(accuracy={"now": 0.999, "old": 0.992}, simplest={"now": 0.994, "old": 0.9945})
-    learner.state_dir.report.write_report(config.state_dir, report)
+    reports.write_report(config.state_dir, report)
     shown = screen(config)
     assert "simplest rule now 99.4%, old 99.5%: always the most frequent class; the model is no better in old" in shown
     report = learner_report(accuracy={}, error={"now": 0.5, "overall": 2.0}, simplest={"now": 1.0, "overall": 1.5})
-    learner.state_dir.report.write_report(config.state_dir, report)
+    reports.write_report(config.state_dir, report)
     shown = screen(config)
     assert "simplest rule now 1, overall 1.5: always the mean; the model is no better in overall" in shown

@@ -3,33 +3,30 @@
 import dataclasses
 import shutil
 import threading
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from anabranch.commands.undo.carry_out import carry_out
-from anabranch.commands.undo.plan import UndoPlan, plan_undo
+from anabranch.commands.undo.command import carry_out
+from anabranch.commands.undo.plan import plan_undo
 from anabranch.commands.undo.selection import Selection, select
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.events.schema import Schema
-from ingest.kafka.client import Messages
-from ingest.kafka.fake import FakeClient, FakePartition
-from ingest.kafka.registry import CLIENTS
-from ingest.search.stream_search import StreamSearch
-from learner.state_dir.checkpoint import FORMAT, Checkpoint, Checkpoints
-from learner.state_dir.report import LearnerReport, PartitionReport, write_report
-from learner.state_dir.undo_file import NAME, read_undo
-from learner.state_dir.version import RegistryState, Versions
-from learner.stream.partition_ledger import PartitionLedger
-from tests.learner.undo.undo_bench import NAMES, UndoBench
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import FakeClient, FakePartition
+from anabranch.ingest.kafka.registry import CLIENTS
+from anabranch.ingest.search.stream_search import StreamSearch
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.learner.checkpoints.format import FORMAT, Checkpoint, Checkpoints
+from anabranch.learner.state_dir.undo_file import NAME, read_undo
+from anabranch.learner.status.report import LearnerReport, PartitionReport, write_report
+from anabranch.learner.stream.partition_ledger import PartitionLedger
+from anabranch.learner.versions.format import RegistryState, Versions
+from tests.learner.extensions.undo.undo_bench import NAMES, UndoBench
 
 COUNT = 600
 
@@ -37,12 +34,12 @@ COUNT = 600
 class RetainingClient(FakeClient):
     """A broker that has removed the first offsets of its partitions."""
 
-    def first_offsets(self, partitions: Any, start: str, moment: Any) -> Any:
+    def first_offsets(self, partitions, start, moment):
         return {name: self._of(name).end if start == "latest" else self._of(name).start for name in partitions}
 
 
 @pytest.fixture
-def broker(monkeypatch: pytest.MonkeyPatch) -> RetainingClient:
+def broker(monkeypatch):
     """Has two partitions of COUNT offsets."""
     client = RetainingClient({name: FakePartition(end=COUNT) for name in NAMES})
     monkeypatch.setitem(CLIENTS, "kafka-python", lambda _: client)
@@ -50,7 +47,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> RetainingClient:
 
 
 @pytest.fixture
-def pipeline(broker: RetainingClient, write_pipeline: Callable[..., Path]) -> Config:
+def pipeline(broker, write_pipeline):
     """A pipeline with an empty state directory."""
     config = load_config(write_pipeline("localhost:9", "payments", ""), {})
     config.state_dir.mkdir()
@@ -58,7 +55,7 @@ def pipeline(broker: RetainingClient, write_pipeline: Callable[..., Path]) -> Co
 
 
 @pytest.fixture
-def config(pipeline: Config) -> Config:
+def config(pipeline):
     """A pipeline with a checkpoint at offset 200 of each partition and one at the end, with a version for each."""
     config = pipeline
     features = {"x": {"dtype": "float32", "shape": [3]}}
@@ -71,11 +68,11 @@ def config(pipeline: Config) -> Config:
     return config
 
 
-def plan(config: Config, **options: Any) -> UndoPlan:
+def plan(config, **options):
     return plan_undo(config, Selection(**options), lambda read, total: None)
 
 
-def test_the_plan_names_the_tainted_versions_and_the_checkpoint_before(config: Config) -> None:
+def test_the_plan_names_the_tainted_versions_and_the_checkpoint_before(config):
     made = plan(config, offsets=["payments[0]@300..310", "payments[0]@311..320", "payments[1]@599..599"])
     assert {name: (each.firsts, each.lasts) for name, each in made.ranges.items()} == {
         "payments#0[0]": ([300], [320]),
@@ -89,18 +86,18 @@ def test_the_plan_names_the_tainted_versions_and_the_checkpoint_before(config: C
     assert not (config.state_dir / NAME).exists()
 
 
-def test_times_choose_messages_by_themselves_where_they_are_out_of_order() -> None:
+def test_times_choose_messages_by_themselves_where_they_are_out_of_order():
     """An offset splits the stream elsewhere: of late messages it would take too many, or leave some out."""
     begin, minute = 1_700_000_000_000, 60_000
     times = [begin + n * minute + (3 * minute + 1 if n % 4 == 0 else 0) for n in range(60)]
 
     class Disordered(FakeClient):
-        def first_offsets(self, partitions: Any, start: str, moment: Any) -> Any:
+        def first_offsets(self, partitions, start, moment):
             at = 0 if moment is None else moment.timestamp() * 1000
             found = next((offset for offset, time in enumerate(times) if time >= at), 60)
             return dict.fromkeys(partitions, 60 if start == "latest" and moment is None else found)
 
-        def _messages(self, partition: TopicPartition, limit: int) -> Messages:
+        def _messages(self, partition, limit):
             messages = super()._messages(partition, limit)
             return dataclasses.replace(messages, times_ms=[times[offset] for offset in messages.offsets])
 
@@ -119,7 +116,7 @@ def test_times_choose_messages_by_themselves_where_they_are_out_of_order() -> No
         assert offsets == ([30] if producers else expected)
 
 
-def test_an_undo_of_a_stream_that_is_gone_says_from_when_on_it_can(config: Config, broker: RetainingClient) -> None:
+def test_an_undo_of_a_stream_that_is_gone_says_from_when_on_it_can(config, broker):
     for partition in broker.topics.values():
         partition.start = 250
     with pytest.raises(
@@ -132,7 +129,7 @@ def test_an_undo_of_a_stream_that_is_gone_says_from_when_on_it_can(config: Confi
         plan(config, offsets=["payments[0]@300..310"])
 
 
-def with_files(write_pipeline: Callable[..., Path], passed: int, *counts: int, identity: bool = True) -> Config:
+def with_files(write_pipeline, passed, *counts, identity=True):
     """Return a pipeline with a history, and a checkpoint at each of these offsets, of which `passed` files are read."""
     columns = '\nidentity = {partition = "p", offset = "o"}' * identity
     path = write_pipeline("localhost:9", "payments", f'[stream.backfill]\nfiles = ["/files/*.parquet"]{columns}\n')
@@ -154,9 +151,7 @@ def with_files(write_pipeline: Callable[..., Path], passed: int, *counts: int, i
     return config
 
 
-def test_what_the_broker_has_no_longer_is_read_again_from_files_that_have_it(
-    broker: RetainingClient, write_pipeline: Callable[..., Path]
-) -> None:
+def test_what_the_broker_has_no_longer_is_read_again_from_files_that_have_it(broker, write_pipeline):
     for partition in broker.topics.values():
         partition.start = 250
     config = with_files(write_pipeline, 0, 200, COUNT)
@@ -168,23 +163,21 @@ def test_what_the_broker_has_no_longer_is_read_again_from_files_that_have_it(
         plan(config, offsets=["payments[0]@300..310"])
 
 
-def test_an_undo_for_which_a_history_would_be_learned_again_is_refused(
-    broker: RetainingClient, write_pipeline: Callable[..., Path]
-) -> None:
+def test_an_undo_for_which_a_history_would_be_learned_again_is_refused(broker, write_pipeline):
     config = with_files(write_pipeline, 9, 400, COUNT, identity=False)
     with pytest.raises(SettingsError, match=r"every checkpoint .* the history of \[stream.backfill\] would be learned"):
         plan(config, offsets=["payments[0]@300..310"])
     assert plan(config, offsets=["payments[0]@500..510"]).checkpoint == 1
 
 
-def test_a_tainted_version_that_is_pinned_has_to_be_unpinned_first(config: Config) -> None:
+def test_a_tainted_version_that_is_pinned_has_to_be_unpinned_first(config):
     versions = Versions(config.state_dir / "versions")
     versions.write_state(RegistryState(serving=max(versions.numbers()), pinned=max(versions.numbers())))
     with pytest.raises(SettingsError, match="is pinned, and has seen events"):
         plan(config, offsets=["payments[0]@300..310"])
 
 
-def test_an_undo_counts_those_before_to_which_no_learner_has_returned_yet(config: Config) -> None:
+def test_an_undo_counts_those_before_to_which_no_learner_has_returned_yet(config):
     """The newest version and checkpoint have not seen what the second is for, and are tainted by the first."""
     first = plan(config, offsets=["payments[0]@300..310"])
     carry_out(config, first, timedelta())
@@ -195,14 +188,14 @@ def test_an_undo_counts_those_before_to_which_no_learner_has_returned_yet(config
     assert [each.number for each in read_undo(config.state_dir)] == [1, 2]
 
 
-def test_a_checkpoint_of_another_release_is_named(config: Config) -> None:
+def test_a_checkpoint_of_another_release_is_named(config):
     manifest = config.state_dir / "checkpoints" / "2" / "manifest.json"
     manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 11'))
     with pytest.raises(SettingsError, match=rf"checkpoint 2 .* is of format 11, and this release reads {FORMAT}"):
         plan(config, offsets=["payments[0]@300..310"])
 
 
-def test_nothing_is_recorded_once_the_learner_has_deleted_the_checkpoint_of_the_plan(config: Config) -> None:
+def test_nothing_is_recorded_once_the_learner_has_deleted_the_checkpoint_of_the_plan(config):
     made = plan(config, offsets=["payments[0]@300..310"])
     shutil.rmtree(config.state_dir / "checkpoints" / "1")
     with pytest.raises(SettingsError, match="nothing was changed: run the command again"):
@@ -227,14 +220,14 @@ def test_nothing_is_recorded_once_the_learner_has_deleted_the_checkpoint_of_the_
         ({"producers": ["trace=none"]}, "no event that this pipeline reads is of that selection"),
     ],
 )
-def test_a_selection_that_cannot_be_meant_is_refused(pipeline: Config, options: dict[str, Any], said: str) -> None:
+def test_a_selection_that_cannot_be_meant_is_refused(pipeline, options, said):
     with pytest.raises(SettingsError, match=said):
         plan(pipeline, **options)
 
 
 def test_the_broker_is_asked_in_the_thread_that_ctrl_c_ends_and_only_once_the_selection_is_valid(
-    config: Config, broker: RetainingClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, broker, monkeypatch
+):
     threads: list[threading.Thread] = []
     monkeypatch.setattr(broker, "open", lambda: threads.append(threading.current_thread()))
     with pytest.raises(SettingsError, match="is not of the form"):
@@ -244,7 +237,15 @@ def test_the_broker_is_asked_in_the_thread_that_ctrl_c_ends_and_only_once_the_se
     assert threads == [threading.current_thread()]
 
 
-def test_an_object_store_is_refused(broker: RetainingClient, write_pipeline: Callable[..., Path]) -> None:
+def test_events_of_files_and_topics_are_undone_by_offsets_alone(broker, write_pipeline):
+    assert broker.topics
+    config = with_files(write_pipeline, 9, 400, COUNT)
+    with pytest.raises(SettingsError, match="name what to undo by --offsets"):
+        plan(config, since="2026-07-03")
+    plan(config, offsets=["payments[0]@500..510"])
+
+
+def test_an_object_store_is_refused(broker, write_pipeline):
     path = write_pipeline("localhost:9", "payments", '[storage]\nurl = "s3://bucket/prefix"\n')
     with pytest.raises(SettingsError, match=r"undo does not go with \[storage\]"):
         plan(load_config(path, {}), offsets=["payments[0]@300..310"])

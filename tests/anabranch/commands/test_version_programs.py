@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,25 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.commands.exporting import program
-from anabranch.commands.exporting.program import export_program
-from anabranch.commands.init import write_example, write_history
-from anabranch.commands.subject.pipeline import SubjectOptions, write_subject
-from anabranch.commands.version_files import export_version
-from anabranch.config.loader import Config, load_config
+from anabranch.commands.init.command import write_example, write_history
+from anabranch.commands.init.subject import SubjectOptions, write_subject
+from anabranch.commands.versions.export import program
+from anabranch.commands.versions.export.command import export_version
+from anabranch.commands.versions.export.program import export_program
+from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from ingest.events.schema import Schema
-from learner.model.base_file import write_base
-from learner.model.factory import build_on_device, make_task
-from learner.model.features.intercept import Residual
-from learner.model.features.learned import features_of
-from learner.model.growing.parts import parts_in
-from learner.model.trained_set import trained_state
-from learner.state_dir.bases import bases_in
-from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
-from learner.strategies.registry import build_strategy
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import load_version
-from tests.support.registry_server import Registry
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.factory import build_on_device, make_task
+from anabranch.learner.model.features.intercept import Residual
+from anabranch.learner.model.features.learned import features_of
+from anabranch.learner.model.growing.pool import parts_in
+from anabranch.learner.model.trained_set import trained_state, write_base
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.strategies.registry import build_strategy
+from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import load_version
 
 CPU = torch.device("cpu")
 
@@ -114,11 +112,11 @@ strategy = {name = "experts", size = 0.9}
 
 
 @pytest.fixture
-def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Config]]:
+def published(tmp_path, monkeypatch):
     """`published(output)`: a pipeline with a version of a model that computes `output` of `x`."""
     monkeypatch.setattr(sys, "path", sys.path[:])
 
-    def publish(output: str = PLAIN, pipeline: str = PIPELINE, source: str | None = None) -> Config:
+    def publish(output=PLAIN, pipeline=PIPELINE, source=None):
         (tmp_path / "program_model.py").write_text(MODEL.format(output) if source is None else source)
         (tmp_path / "pipeline.toml").write_text(pipeline)
         config = load_config(tmp_path / "pipeline.toml", {})
@@ -132,7 +130,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         sys.modules.pop(name, None)
 
 
-def write_version(config: Config) -> None:
+def write_version(config):
     """Write version 1 of a pipeline, with its first weights; where features are learned, of 40 random events."""
     model, schema = config.pipeline.model, Schema(config.pipeline.events)
     module = build_on_device(model, config.folder, CPU, schema)
@@ -144,7 +142,8 @@ def write_version(config: Config) -> None:
         columns["feature.group"] = random.integers(0, 8, 40)
         columns |= {"time_ms": np.zeros(40, np.int64), "weight": np.ones(40, np.float32)}
         learned.observe(columns, Residual(torch.randn(40, 3), torch.ones(40, 3)))
-    build_strategy(config.pipeline.learner.strategy, model, make_task(model.task)).extend(module, model, schema, CPU)
+    strategy = build_strategy(config.pipeline.learner.strategy, model, make_task(model.task))
+    module = strategy.convert(module, ModelContext(CPU, schema, model.embedding))
     weights = trained_state(module)
     manifest = Manifest(
         number=1,
@@ -164,7 +163,7 @@ def write_version(config: Config) -> None:
     Versions(config.state_dir / "versions").write(weights, manifest, Verdict("pass"))
 
 
-def refused(config: Config, folder: Path, form: Any = "torch") -> str:
+def refused(config, folder, form="torch"):
     with pytest.raises(SettingsError) as refusal:
         export_program(config, "latest", folder, form)
     assert not list(folder.parent.glob("*program*"))
@@ -172,7 +171,7 @@ def refused(config: Config, folder: Path, form: Any = "torch") -> str:
 
 
 @pytest.mark.slow
-def test_a_program_takes_any_number_of_rows(published: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_program_takes_any_number_of_rows(published, tmp_path):
     exported = export_program(published(), "latest", tmp_path / "a" / "program", "torch")
     assert exported.rows == 74
     assert exported.difference <= 1e-5
@@ -185,9 +184,7 @@ def test_a_program_takes_any_number_of_rows(published: Callable[..., Config], tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["torch", "onnx"])
-def test_a_program_has_what_was_learned_of_features(
-    published: Callable[..., Config], tmp_path: Path, form: Any
-) -> None:
+def test_a_program_has_what_was_learned_of_features(published, tmp_path, form):
     pytest.importorskip("onnxscript" if form == "onnx" else "torch")
     config = published(pipeline=PIPELINE.replace("[schema.label]", f"{LEARNED}[schema.label]"), source=LEARNED_MODEL)
     exported = export_program(config, "latest", tmp_path / "program", form)
@@ -199,7 +196,7 @@ def test_a_program_has_what_was_learned_of_features(
 @pytest.mark.usefixtures("published")
 @pytest.mark.parametrize("form", ["torch", "onnx"])
 @pytest.mark.parametrize("kind", ["example", "history", "history of a regression", "subject"])
-def test_what_init_writes_can_be_exported(tmp_path: Path, registry: Registry, kind: str, form: Any) -> None:
+def test_what_init_writes_can_be_exported(tmp_path, registry, kind, form):
     pytest.importorskip("onnxscript" if form == "onnx" else "torch")
     folder = tmp_path / "pipeline"
     if kind == "example":
@@ -225,9 +222,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "rollout.md"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learns", [False, True])
-def test_exported_weights_load_and_answer_as_the_guide_says(
-    published: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learns: bool
-) -> None:
+def test_exported_weights_load_and_answer_as_the_guide_says(published, tmp_path, monkeypatch, learns):
     more = {"pipeline": PIPELINE.replace("[schema.label]", f"{LEARNED}[schema.label]"), "source": LEARNED_MODEL}
     config = published(**(more if learns else {}))
     export_version(config, "latest", tmp_path / "weights")
@@ -257,13 +252,11 @@ def test_exported_weights_load_and_answer_as_the_guide_says(
         ("self.linear(x) + torch.rand_like(x)[:, :3]", "answers otherwise than the version"),
     ],
 )
-def test_what_a_program_cannot_hold_is_refused(
-    published: Callable[..., Config], tmp_path: Path, output: str, sentence: str
-) -> None:
+def test_what_a_program_cannot_hold_is_refused(published, tmp_path, output, sentence):
     assert sentence in refused(published(output), tmp_path / "b" / "program")
 
 
-def test_a_version_of_another_model_is_refused(published: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_version_of_another_model_is_refused(published, tmp_path):
     config = published()
     path = tmp_path / "pipeline.toml"
     path.write_text(PIPELINE.replace("classes = 3", "classes = 4"))
@@ -280,22 +273,18 @@ def test_a_version_of_another_model_is_refused(published: Callable[..., Config],
         ('[storage]\nurl = "memory://models"\nmode = "only"\n', "reads state_dir, which has no versions"),
     ],
 )
-def test_what_is_not_there_or_has_other_numbers_is_refused_first(
-    published: Callable[..., Config], tmp_path: Path, more: str, sentence: str
-) -> None:
+def test_what_is_not_there_or_has_other_numbers_is_refused_first(published, tmp_path, more, sentence):
     published()
     (tmp_path / "pipeline.toml").write_text(PIPELINE + more)
     assert sentence in refused(load_config(tmp_path / "pipeline.toml", {}), tmp_path / "b" / "program")
 
 
-def test_a_version_with_experts_is_refused(published: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_version_with_experts_is_refused(published, tmp_path):
     config = published(pipeline=PIPELINE.replace(":build", ":layers") + EXPERTS)
     assert "chooses one of 1 parts for each event in Python" in refused(config, tmp_path / "b" / "program")
 
 
-def test_onnx_without_its_extra_is_one_sentence(
-    published: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnx_without_its_extra_is_one_sentence(published, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "find_spec", lambda name: None if name == "onnxruntime" else object())
     assert refused(published(), tmp_path / "b" / "program", "onnx") == (
         '--format onnx needs onnxruntime: pip install "anabranch[onnx]"; --format torch needs no extra'

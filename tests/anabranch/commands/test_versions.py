@@ -5,24 +5,22 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from rich.console import Console
 
-from anabranch.cli import app as cli
-from anabranch.cli.common import say, show
-from anabranch.commands.versions import list_versions, render_list, render_one, show_version
-from anabranch.config.loader import Config, load_config
+from anabranch import cli
+from anabranch.command import output, say
+from anabranch.commands.versions.ls import list_versions, render_list
+from anabranch.commands.versions.show import render_one, show_version
+from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from ingest.events.schema import Schema
-from learner.state_dir.bases import bases_in
-from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
 
 
 @pytest.fixture
@@ -64,12 +62,10 @@ def screen(renderable):
     return console.file.getvalue()
 
 
-def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(
-    config: Config, publish: Callable[..., Versions], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(config, publish, capsys):
     publish(1, "fail", ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen"], args={"\x1b[2J": "[/red]"})
-    show(None, lambda: render_one(show_version(config, 1)))
-    show(None, lambda: render_list(list_versions(config, None)))
+    output(None, lambda: render_one(show_version(config, 1)))
+    output(None, lambda: render_list(list_versions(config, None)))
     say(f"version 1: {list_versions(config, None)[0].refused}")
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
@@ -78,7 +74,7 @@ def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(
 
 
 class TestLs:
-    def test_the_newest_comes_first_with_its_facts(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_the_newest_comes_first_with_its_facts(self, config, publish):
         publish(9)
         publish(10, "fail", ["worse on old events"])
         newest, older = list_versions(config, None)
@@ -86,10 +82,10 @@ class TestLs:
         assert (older.number, older.refused) == (9, None)
         assert older.bytes > 400_000
         line = screen(render_list([older])).splitlines()[1]
-        for fact in ("9", "2023-11-14 22:13:29Z", "900", "pass", "8", "events:0=90", "0.4 MB", "now 0.875"):
+        for fact in ("9", "2023-11-14 22:13:29Z", "900", "pass", "8", "events:0=90", "401 kB", "now 0.875"):
             assert fact in line
 
-    def test_at_80_columns_each_version_is_one_line(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_at_80_columns_each_version_is_one_line(self, config, publish):
         windows = {"now": 0.875} | {f"class {number}": 0.5 for number in range(10)}
         for number in range(4711, 4714):
             publish(number, "inconclusive", metrics=windows)
@@ -101,9 +97,7 @@ class TestLs:
         for fact in ("4713", "2023-11-14 23:31:53Z", "471,300", "inconclusive", "0.875"):
             assert fact in lines[1]
 
-    def test_piped_each_version_is_one_line(
-        self, config: Config, publish: Callable[..., Versions], capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_piped_each_version_is_one_line(self, config, publish, capsys):
         for number in range(1, 4):
             publish(number)
         assert cli.main(["versions", "ls", "--limit", "2", "-c", str(config.path)]) == 0
@@ -111,12 +105,12 @@ class TestLs:
         assert [line.split()[0] for line in lines] == ["version", "3", "2"]
         assert "events:0=30" in lines[1]
 
-    def test_a_limit_leaves_the_newest(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_a_limit_leaves_the_newest(self, config, publish):
         for number in range(1, 6):
             publish(number)
         assert [one.number for one in list_versions(config, 2)] == [5, 4]
 
-    def test_what_was_made_of_them_is_marked(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_what_was_made_of_them_is_marked(self, config, publish):
         for number in range(1, 5):
             versions = publish(number)
         versions.write_state(RegistryState(serving=4, previous=3, pinned=4, rolled_back=[2]))
@@ -127,7 +121,7 @@ class TestLs:
             [],
         ]
 
-    def test_a_torn_one_does_not_hide_the_others(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_a_torn_one_does_not_hide_the_others(self, config, publish):
         versions = publish(1)
         publish(2)
         (versions.directory(2) / "manifest.json").write_text("{")
@@ -136,12 +130,12 @@ class TestLs:
         assert whole.refused is None
         assert "refused" in screen(render_list([torn]))
 
-    def test_without_any_that_is_said(self, config: Config) -> None:
+    def test_without_any_that_is_said(self, config):
         assert screen(render_list(list_versions(config, None))) == "there is no version yet\n"
 
 
 class TestShow:
-    def test_a_whole_one_says_so(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_a_whole_one_says_so(self, config, publish):
         versions = publish(1)
         versions.write_state(RegistryState(serving=1))
         for which in (1, "latest", "served"):
@@ -150,16 +144,14 @@ class TestShow:
         for fact in ("1, served", "generation 2", "my_model:build", "drop_new 0.25", "whole; serving may take it"):
             assert fact in said
 
-    def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(
-        self, config: Config, publish: Callable[..., Versions]
-    ) -> None:
+    def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(self, config, publish):
         publish(1, args={"hidden": 128, "pretrained": "evil.pt"})
         assert show_version(config, 1).refused == (
             "it was trained with other model.args (pretrained) than [model] has now; set them back to serve it, or "
             "wait for a version that is trained with the new ones"
         )
 
-    def test_a_flipped_bit_is_found(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_a_flipped_bit_is_found(self, config, publish):
         versions = publish(1)
         path = versions.directory(1) / "model.safetensors"
         content = bytearray(path.read_bytes())
@@ -181,7 +173,7 @@ class TestShow:
         publish(1, **published)
         assert show_version(config, 1).refused == why
 
-    def test_what_was_ordered_goes_before_the_verdict(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_what_was_ordered_goes_before_the_verdict(self, config, publish):
         versions = publish(1, "fail", ["worse"])
         for state, refused in (
             (RegistryState(promoted=1), None),
@@ -191,7 +183,7 @@ class TestShow:
             versions.write_state(state)
             assert show_version(config, 1).refused == refused
 
-    def test_without_a_verdict_it_is_refused(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_without_a_verdict_it_is_refused(self, config, publish):
         (publish(1).directory(1) / "verdict.json").unlink()
         assert show_version(config, 1).refused == "it has no verdict yet"
 
@@ -209,7 +201,7 @@ class TestShow:
             show_version(config, which)
 
 
-def test_as_json(config: Config, publish: Callable[..., Versions], capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json(config, publish, capsys):
     publish(1)
     arguments = ["-c", str(config.path), "--json"]
     assert cli.main(["versions", "ls", *arguments]) == 0
@@ -219,16 +211,16 @@ def test_as_json(config: Config, publish: Callable[..., Versions], capsys: pytes
     assert json.loads(capsys.readouterr().out) == listed
 
 
-def test_a_word_that_is_no_version_is_one_sentence(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_that_is_no_version_is_one_sentence(config, capsys):
     assert cli.main(["versions", "show", "newest", "-c", str(config.path)]) == 2
     assert capsys.readouterr().err == 'anabranch: "newest" is no version: write a number, latest or served\n'
 
 
 @pytest.mark.process
-def test_torch_is_not_loaded(config: Config, publish: Callable[..., Versions]) -> None:
+def test_torch_is_not_loaded(config, publish):
     publish(1)
     code = (
-        "import sys; from anabranch.cli.app import main\n"
+        "import sys; from anabranch.cli import main\n"
         f"for rest in (['ls'], ['show', '1']): assert main(['versions', *rest, '-c', {str(config.path)!r}]) == 0\n"
         "assert 'torch' not in sys.modules"
     )
@@ -245,9 +237,7 @@ def run(config, capsys):
     return call
 
 
-def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(
-    run: Callable[..., Any], publish: Callable[..., Versions]
-) -> None:
+def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(run, publish):
     publish(3, weights={"same": torch.ones(3), "half": torch.ones(2, 2), "gone": torch.ones(1), "zero": torch.zeros(2)})
     publish(
         5, weights={"same": torch.ones(3), "half": 1.5 * torch.ones(2, 2), "new": torch.ones(()), "zero": torch.ones(2)}
@@ -270,9 +260,7 @@ def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(
     assert (half["name"], half["relative_change"]) == ("half", 0.5)
 
 
-def test_hashes_of_ids_do_not_hide_in_a_diff_how_far_the_weights_are(
-    run: Callable[..., Any], publish: Callable[..., Versions]
-) -> None:
+def test_hashes_of_ids_do_not_hide_in_a_diff_how_far_the_weights_are(run, publish):
     keys = {"learned_features.feature_x.keys": torch.full((9,), 2**63 - 1)}
     for number, factor in ((3, 1.0), (4, 1.5)):
         publish(number, weights={"half": factor * torch.ones(2), **keys})
@@ -280,9 +268,7 @@ def test_hashes_of_ids_do_not_hide_in_a_diff_how_far_the_weights_are(
     assert (together["name"], together["relative_change"]) == (None, 0.5)
 
 
-def test_an_export_has_the_frozen_weights_too_and_a_diff_says_where_they_differ(
-    run: Callable[..., Any], config: Config, publish: Callable[..., Versions], tmp_path: Path
-) -> None:
+def test_an_export_has_the_frozen_weights_too_and_a_diff_says_where_they_differ(run, config, publish, tmp_path):
     content = safetensors.torch.save({"body": torch.ones(5)})
     base, bases = hashlib.sha256(content).hexdigest(), bases_in(config.state_dir)
     bases.write(base, [content])
@@ -303,9 +289,7 @@ def test_an_export_has_the_frozen_weights_too_and_a_diff_says_where_they_differ(
     assert not (tmp_path / "none").exists()
 
 
-def test_an_export_is_a_copy_of_weights_and_manifest_or_nothing(
-    run: Callable[..., Any], config: Config, publish: Callable[..., Versions], tmp_path: Path
-) -> None:
+def test_an_export_is_a_copy_of_weights_and_manifest_or_nothing(run, config, publish, tmp_path):
     versions, folder = publish(3), tmp_path / "new" / "weights"
     assert run("export", "latest", folder) == (0, f"exported version 3 to {folder}\n", "")
     assert sorted(path.name for path in folder.parent.rglob("*")) == ["manifest.json", "model.safetensors", "weights"]

@@ -1,7 +1,5 @@
 """`[stream.labels]` against the rest of the config."""
 
-from pathlib import Path
-
 import pytest
 
 from anabranch.config.loader import examine_config
@@ -28,7 +26,7 @@ task = "{task}"
 """
 
 
-def faults(path: Path, **parts: str) -> list[str]:
+def faults(path, **parts):
     """Return the sentences on a config."""
     values = {"stream": "", "labels": "", "classes": "classes = 2", "task": "classification", **parts}
     config = path / "pipeline.toml"
@@ -36,7 +34,7 @@ def faults(path: Path, **parts: str) -> list[str]:
     return [fault.sentence for fault in examine_config(config, {}).faults]
 
 
-def test_a_pipeline_with_late_labels_needs_topics_and_how_long_to_wait(tmp_path: Path) -> None:
+def test_a_pipeline_with_late_labels_needs_topics_and_how_long_to_wait(tmp_path):
     assert faults(tmp_path) == []
     assert faults(tmp_path, labels='unmatched = "negative"\nearly = "negative-then-correct"\nkey = "order"') == []
 
@@ -54,12 +52,12 @@ def test_a_pipeline_with_late_labels_needs_topics_and_how_long_to_wait(tmp_path:
         ),
     ],
 )
-def test_what_contradicts_late_labels_is_one_sentence(tmp_path: Path, parts: dict[str, str], sentence: str) -> None:
+def test_what_contradicts_late_labels_is_one_sentence(tmp_path, parts, sentence):
     (fault,) = faults(tmp_path, **parts)
     assert sentence in fault
 
 
-def test_labels_come_in_separate_topics(tmp_path: Path) -> None:
+def test_labels_come_in_separate_topics(tmp_path):
     text = CONFIG.format(stream="", labels="", classes="classes = 2", task="classification")
     config = tmp_path / "pipeline.toml"
     config.write_text(text.replace('["labels"]', '["events"]'))

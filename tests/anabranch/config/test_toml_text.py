@@ -18,17 +18,17 @@ values = st.recursive(
 
 
 @given(texts, values)
-def test_a_value_is_read_back_as_it_was(key: str, value: object) -> None:
+def test_a_value_is_read_back_as_it_was(key, value):
     assert tomllib.loads(f"{toml_key(key)} = {toml_value(value)}") == {key: value}
 
 
 @given(st.text(max_size=20))
-def test_a_comment_ends_where_its_line_does(text: str) -> None:
+def test_a_comment_ends_where_its_line_does(text):
     lines = f"# of {toml_comment(text)}\na = 1"
     assert len(lines.splitlines()) == 2
     assert tomllib.loads(lines) == {"a": 1}
 
 
-def test_a_text_that_is_no_unicode_is_one_sentence() -> None:
+def test_a_text_that_is_no_unicode_is_one_sentence():
     with pytest.raises(SettingsError, match=r'"\\udcff" is no text that can be written as UTF-8'):
         toml_value(["\udcff"])

@@ -2,16 +2,11 @@
 
 import itertools
 import os
-from pathlib import Path
-
-import pytest
 
 from anabranch.core.atomic_files import write_durably
 
 
-def test_no_more_than_some_megabytes_of_a_large_file_wait_to_be_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_some_megabytes_of_a_large_file_wait_to_be_synced(tmp_path, monkeypatch):
     """A sync of another file may wait for them, and a version is one."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))

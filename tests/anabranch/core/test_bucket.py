@@ -1,6 +1,5 @@
 import fcntl
 import os
-from pathlib import Path
 
 import pytest
 
@@ -11,14 +10,14 @@ from tests.support.s3 import S3Prefix
 
 
 @pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.services)])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
+def bucket(request, tmp_path):
     if request.param == "s3":
         prefix: S3Prefix = request.getfixturevalue("s3")
         return prefix.bucket
     return Bucket(f"file://{tmp_path}/prefix" if request.param == "file" else f"memory://{tmp_path.name}/prefix", {})
 
 
-def test_an_object_is_read_as_it_was_written(bucket: Bucket, tmp_path: Path):
+def test_an_object_is_read_as_it_was_written(bucket, tmp_path):
     bucket.write("a/b", b"one")
     bucket.write("a/c", b"three")
     large = bytes(range(250)) * 80_000
@@ -35,7 +34,7 @@ def test_an_object_is_read_as_it_was_written(bucket: Bucket, tmp_path: Path):
         bucket.read("a/c", 4)
 
 
-def test_a_missing_object_is_a_missing_file(bucket: Bucket, tmp_path: Path):
+def test_a_missing_object_is_a_missing_file(bucket, tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing does not exist"):
         bucket.read("nothing")
     with pytest.raises(FileNotFoundError):
@@ -43,7 +42,7 @@ def test_a_missing_object_is_a_missing_file(bucket: Bucket, tmp_path: Path):
     bucket.delete(["nothing"])
 
 
-def test_an_object_is_created_once(bucket: Bucket):
+def test_an_object_is_created_once(bucket):
     bucket.create("a", b"one")
     bucket.create("a", b"one")  # as after a lost reply
     with pytest.raises(ReplacedError, match="written by another process"):
@@ -51,7 +50,7 @@ def test_an_object_is_created_once(bucket: Bucket):
     assert bucket.read("a") == b"one"
 
 
-def test_an_object_is_replaced_only_by_who_read_it_last(bucket: Bucket):
+def test_an_object_is_replaced_only_by_who_read_it_last(bucket):
     first = bucket.create("a", b"one")
     second = bucket.replace("a", b"two", first)
     with pytest.raises(ReplacedError):
@@ -63,11 +62,11 @@ def test_an_object_is_replaced_only_by_who_read_it_last(bucket: Bucket):
         bucket.replace("a", b"three", second)
 
 
-def test_an_object_is_replaced_by_its_version_where_the_store_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_an_object_is_replaced_by_its_version_where_the_store_has_one(monkeypatch, tmp_path):
     """Google Cloud Storage refuses to replace an object by its etag."""
     modes = []
 
-    def put(_store: object, _path: str, _content: bytes, mode: object) -> dict[str, str]:
+    def put(_store, _path, _content, mode):
         modes.append(mode)
         return {"e_tag": '"etag"', "version": "17"}
 
@@ -78,7 +77,7 @@ def test_an_object_is_replaced_by_its_version_where_the_store_has_one(monkeypatc
     assert modes == ["create", {"e_tag": '"etag"', "version": "17"}]
 
 
-def test_only_a_changed_object_is_read(bucket: Bucket):
+def test_only_a_changed_object_is_read(bucket):
     tag = bucket.create("a", b"one")
     assert bucket.read_changed("a", tag) is None
     new = bucket.replace("a", b"two", tag)
@@ -102,11 +101,11 @@ def test_a_store_that_is_away_is_an_os_error_without_secrets():
     assert "the-secret" not in str(caught.value)
 
 
-def test_an_answer_on_which_the_client_panics_is_an_os_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
+def test_an_answer_on_which_the_client_panics_is_an_os_error(bucket, monkeypatch):
     class PanicException(BaseException):  # as PyO3 has it
         pass
 
-    def panic(*_: object, **__: object) -> None:
+    def panic(*_, **__):
         raise PanicException("called `Option::unwrap()` on a `None` value")
 
     bucket.write("a", b"one")
@@ -116,13 +115,13 @@ def test_an_answer_on_which_the_client_panics_is_an_os_error(bucket: Bucket, mon
 
 
 @pytest.mark.parametrize("url", ["ftp://host/a", "nothing"])
-def test_an_url_of_no_object_store_is_one_sentence(url: str):
+def test_an_url_of_no_object_store_is_one_sentence(url):
     with pytest.raises(SettingsError, match=r"storage\.url: .* cannot be opened: "):
         Bucket(url, {})
 
 
-def test_a_bucket_that_does_not_exist_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
-    def put(*_: object, **__: object) -> None:
+def test_a_bucket_that_does_not_exist_is_one_sentence(monkeypatch):
+    def put(*_, **__):
         raise FileNotFoundError("NoSuchBucket")
 
     bucket = Bucket("s3://nothing/prefix", {"aws_region": "us-east-1"})
@@ -134,7 +133,7 @@ def test_a_bucket_that_does_not_exist_is_one_sentence(monkeypatch: pytest.Monkey
             write()
 
 
-def test_a_large_object_is_written_in_less_than_10_000_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_large_object_is_written_in_less_than_10_000_parts(monkeypatch, tmp_path):
     sizes = []
     monkeypatch.setattr("obstore.put", lambda *_, chunk_size, **__: sizes.append(chunk_size))
     bucket, large = Bucket("s3://bucket/prefix", {"aws_region": "us-east-1"}), tmp_path / "large"
@@ -148,7 +147,7 @@ def test_a_large_object_is_written_in_less_than_10_000_parts(monkeypatch: pytest
     assert sizes[2] == 5 << 20
 
 
-def test_many_objects_are_deleted_by_few_requests(monkeypatch: pytest.MonkeyPatch):
+def test_many_objects_are_deleted_by_few_requests(monkeypatch):
     requests: list[list[str]] = []
     monkeypatch.setattr("obstore.delete", lambda _, paths: requests.append(paths))
     names = [f"a/{number}" for number in range(2_500)]
@@ -157,9 +156,7 @@ def test_many_objects_are_deleted_by_few_requests(monkeypatch: pytest.MonkeyPatc
     assert [name for request in requests for name in request] == names
 
 
-def test_a_file_that_a_stopped_process_has_locked_is_away_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_that_a_stopped_process_has_locked_is_away_after_a_while(tmp_path, monkeypatch):
     bucket = Bucket(f"file://{tmp_path}/prefix", {})
     tag = bucket.create("a", b"one")
     monkeypatch.setattr("anabranch.core.object_store.bucket._LOCK_SECONDS", 0.05)
@@ -172,11 +169,11 @@ def test_a_file_that_a_stopped_process_has_locked_is_away_after_a_while(
     assert bucket.replace("a", b"two", tag)
 
 
-def test_objects_of_a_folder_are_synced_before_another_one_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_objects_of_a_folder_are_synced_before_another_one_names_them(tmp_path, monkeypatch):
     synced: list[int] = []
     sync = os.fsync
 
-    def record(descriptor: int) -> None:
+    def record(descriptor):
         synced.append(os.fstat(descriptor).st_ino)
         sync(descriptor)
 

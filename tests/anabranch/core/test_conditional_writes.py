@@ -3,21 +3,18 @@
 import hashlib
 import re
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError
 from anabranch.core.object_store.conditional_writes import UnconditionalWritesError, check_conditional_writes
+from anabranch.learner.object_storage.opening import lease_storage
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.state_dir.lock import lock_state_directory
 from anabranch.runtime.lifecycle import Exit, exit_code
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.opening import hold_storage
-from learner.state_dir.lock import hold_state_directory
-from tests.support.s3 import S3Prefix
 
 URL = "s3://bucket/prefix"
 REFUSED = "replaces objects without a comparison: it {}.*; use an object store with conditional writes, or two"
@@ -26,7 +23,7 @@ REFUSED = "replaces objects without a comparison: it {}.*; use an object store w
 class S3Server:
     """As much of S3 as a learner uses, in memory, whose conditional writes are as a test says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ignores: set[str] = set()
         """Of `create`, `replace` and `absent`: conditions that are not evaluated."""
         self.refuses: int | None = None
@@ -43,11 +40,11 @@ class S3Server:
         }
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
-    def close(self) -> None:
+    def close(self):
         self._server.shutdown()
         self._server.server_close()
 
-    def put(self, path: str, content: bytes, if_match: str | None, if_none_match: str | None) -> int:
+    def put(self, path, content, if_match, if_none_match):
         if self.refuses is not None:
             return self.refuses
         there = self.objects.get(path)
@@ -65,13 +62,13 @@ class _Handler(BaseHTTPRequestHandler):
     s3: S3Server
     protocol_version = "HTTP/1.1"
 
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         content = self.rfile.read(int(self.headers["Content-Length"]))
         path = urlsplit(self.path).path
         status = self.s3.put(path, content, self.headers["If-Match"], self.headers["If-None-Match"])
         self._answer(status, b"" if status in (200, 304) else f"<Error><Code>{status}</Code></Error>".encode(), content)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         url = urlsplit(self.path)
         if (prefix := parse_qs(url.query).get("prefix")) is not None:
             names = [each.removeprefix("/bucket/") for each in self.s3.objects]
@@ -87,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         content = self.rfile.read(int(self.headers["Content-Length"])).decode()
         names = re.findall("<Key>(.*?)</Key>", content)
         for name in names:
@@ -95,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         deleted = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
         self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
-    def _answer(self, status: int, content: bytes, tagged: bytes | None = None) -> None:
+    def _answer(self, status, content, tagged=None):
         self.send_response(status)
         if tagged is not None:
             self.send_header("ETag", etag(tagged))
@@ -105,28 +102,28 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, *_): ...
 
 
-def etag(content: bytes) -> str:
+def etag(content):
     return f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
 
 
 @pytest.fixture
-def server() -> Iterator[S3Server]:
+def server():
     server = S3Server()
     yield server
     server.close()
 
 
-def start(options: dict[str, str], folder: Path, url: str = URL) -> None:
+def start(options, folder, url=URL):
     """Take the lease, as the start of a learner does."""
     settings = StorageSettings(url=url, options=options, lease=timedelta(seconds=4))
-    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation):
+    with lock_state_directory(folder) as generation, lease_storage(settings, folder, generation):
         pass
 
 
-def test_a_store_that_compares_is_taken_and_nothing_of_the_check_stays(server: S3Server, tmp_path: Path) -> None:
+def test_a_store_that_compares_is_taken_and_nothing_of_the_check_stays(server, tmp_path):
     for bucket in (Bucket(f"file://{tmp_path}/bucket", {}), Bucket("memory://any", {}), Bucket(URL, server.options)):
         check_conditional_writes(bucket)
         assert bucket.sizes("doctor") == {}
@@ -143,9 +140,7 @@ def test_a_store_that_compares_is_taken_and_nothing_of_the_check_stays(server: S
         ({"absent"}, "ignores If-Match for an object that is not there"),
     ],
 )
-def test_a_store_that_ignores_a_condition_is_refused(
-    server: S3Server, tmp_path: Path, ignores: set[str], fault: str
-) -> None:
+def test_a_store_that_ignores_a_condition_is_refused(server, tmp_path, ignores, fault):
     server.ignores = ignores
     with pytest.raises(UnconditionalWritesError, match=REFUSED.format(fault)) as error:
         start(server.options, tmp_path)
@@ -153,20 +148,20 @@ def test_a_store_that_ignores_a_condition_is_refused(
     assert server.objects == {}
 
 
-def test_a_store_that_answers_not_implemented_is_refused(server: S3Server, tmp_path: Path) -> None:
+def test_a_store_that_answers_not_implemented_is_refused(server, tmp_path):
     server.refuses = 501
     with pytest.raises(UnconditionalWritesError, match=REFUSED.format("answers a conditional write with an error")):
         start(server.options, tmp_path)
 
 
-def test_a_store_that_answers_not_modified_is_refused(server: S3Server, tmp_path: Path) -> None:
+def test_a_store_that_answers_not_modified_is_refused(server, tmp_path):
     server.unmet = 304
     with pytest.raises(UnconditionalWritesError, match=REFUSED.format("answers a conditional write with an error")):
         start(server.options, tmp_path)
     assert server.objects == {}
 
 
-def test_an_outage_is_none_of_it(server: S3Server, tmp_path: Path) -> None:
+def test_an_outage_is_none_of_it(server, tmp_path):
     server.refuses = 500
     with pytest.raises(BucketAwayError) as error:
         start(server.options, tmp_path)
@@ -174,6 +169,6 @@ def test_an_outage_is_none_of_it(server: S3Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.services
-def test_an_s3_server_is_taken(s3: S3Prefix, tmp_path: Path) -> None:
+def test_an_s3_server_is_taken(s3, tmp_path):
     check_conditional_writes(Bucket(s3.url, s3.options))
     start(s3.options, tmp_path, s3.url)

@@ -31,7 +31,7 @@ def test_what_has_no_unit_is_refused(value):
         parse_duration(value)
 
 
-def test_a_duration_that_no_clock_can_hold_is_refused() -> None:
+def test_a_duration_that_no_clock_can_hold_is_refused():
     with pytest.raises(ValueError, match="longer than a duration can be"):
         parse_duration("999999999999d")
 
@@ -40,7 +40,7 @@ def test_a_duration_that_no_clock_can_hold_is_refused() -> None:
     ("text", "written"),
     [("90s", "90s"), ("120s", "2m"), ("86400s", "1d"), ("1.5h", "90m"), ("0s", "0ms"), ("0.5ms", "0.5ms")],
 )
-def test_a_duration_is_written_in_the_largest_unit_that_leaves_it_whole(text: str, written: str) -> None:
+def test_a_duration_is_written_in_the_largest_unit_that_leaves_it_whole(text, written):
     assert format_duration(parse_duration(text)) == written
 
 

@@ -19,24 +19,24 @@ from anabranch.core.failures import (
     panics_are_errors,
 )
 from anabranch.core.object_store.bucket import BucketAwayError
-from ingest.errors import BrokerError
-from learner.errors import CheckpointError, VersionError
+from anabranch.ingest.errors import BrokerError
+from anabranch.learner.errors import CheckpointError, VersionError
 
 AWAY = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES, errno.EROFS, errno.ETIMEDOUT, errno.ENXIO]
 DAMAGED = [errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP]
 
 
-def system_error(number: int) -> OSError:
+def system_error(number):
     return OSError(number, os.strerror(number), "checkpoints/1/manifest.json")
 
 
-def chained(outer: Exception, cause: BaseException) -> Exception:
+def chained(outer, cause):
     outer.__cause__ = cause
     return outer
 
 
 @pytest.mark.parametrize("number", AWAY, ids=errno.errorcode.get)
-def test_what_the_operating_system_does_not_give_is_away_and_no_damage(number: int) -> None:
+def test_what_the_operating_system_does_not_give_is_away_and_no_damage(number):
     assert failure_of(system_error(number)) is Failure.AWAY
     assert failure_of(chained(VersionError("version 1"), system_error(number))) is Failure.AWAY
     with pytest.raises(OSError, match="manifest"), damage_is(CheckpointError, "checkpoint 1"):
@@ -44,7 +44,7 @@ def test_what_the_operating_system_does_not_give_is_away_and_no_damage(number: i
 
 
 @pytest.mark.parametrize("number", DAMAGED, ids=errno.errorcode.get)
-def test_a_file_that_is_missing_or_no_file_is_damage(number: int) -> None:
+def test_a_file_that_is_missing_or_no_file_is_damage(number):
     assert failure_of(system_error(number)) is Failure.DAMAGED
     with pytest.raises(CheckpointError, match=r"checkpoint 1: .*manifest"), damage_is(CheckpointError, "checkpoint 1"):
         raise system_error(number)
@@ -65,7 +65,7 @@ def test_a_file_that_is_missing_or_no_file_is_damage(number: int) -> None:
     ],
     ids=["torch", "cpu", "driver", "launch", "cublas", "cudnn", "nccl", "python", "errno"],
 )
-def test_what_runs_out_of_memory_is_no_damage_whatever_wraps_it(error: BaseException) -> None:
+def test_what_runs_out_of_memory_is_no_damage_whatever_wraps_it(error):
     assert failure_of(error) is Failure.MEMORY
     assert failure_of(chained(VersionError("version 1: OutOfMemoryError"), error)) is Failure.MEMORY
 
@@ -80,12 +80,12 @@ def test_what_runs_out_of_memory_is_no_damage_whatever_wraps_it(error: BaseExcep
     ],
     ids=["assert", "access", "launch", "ecc"],
 )
-def test_a_sticky_error_of_a_device_is_neither_damage_nor_a_lack_of_memory(error: BaseException) -> None:
+def test_a_sticky_error_of_a_device_is_neither_damage_nor_a_lack_of_memory(error):
     assert failure_of(error) is Failure.DEVICE
     assert failure_of(chained(VersionError("version 1: AcceleratorError"), error)) is Failure.DEVICE
 
 
-def test_damage_dependencies_and_bugs_are_distinguished() -> None:
+def test_damage_dependencies_and_bugs_are_distinguished():
     assert failure_of(DamagedError("no JSON")) is Failure.DAMAGED
     assert failure_of(SettingsError("another schema")) is Failure.DAMAGED
     assert failure_of(chained(VersionError("version 1"), RuntimeError("size mismatch"))) is Failure.DAMAGED
@@ -99,12 +99,12 @@ def test_damage_dependencies_and_bugs_are_distinguished() -> None:
     [b'{"a": "\xff"}', b"[" * 100_000, b"{", b"", b'{"a": 1}'],
     ids=["utf-8", "deep", "checkpoint", "empty", "type"],
 )
-def test_json_that_cannot_be_decoded_is_damage_whatever_is_wrong_with_it(content: bytes) -> None:
+def test_json_that_cannot_be_decoded_is_damage_whatever_is_wrong_with_it(content):
     with pytest.raises(DamagedError):
         decoded(content, dict[str, str])
 
 
-def test_each_flipped_bit_of_a_document_is_decoded_or_damage() -> None:
+def test_each_flipped_bit_of_a_document_is_decoded_or_damage():
     class Document(msgspec.Struct):
         name: str
         files: dict[str, str]
@@ -121,7 +121,7 @@ def test_each_flipped_bit_of_a_document_is_decoded_or_damage() -> None:
     assert {Document, UnicodeDecodeError, msgspec.DecodeError, msgspec.ValidationError} == outcomes
 
 
-def test_an_error_of_the_system_that_ends_a_process_is_a_dependency_that_names_the_file() -> None:
+def test_an_error_of_the_system_that_ends_a_process_is_a_dependency_that_names_the_file():
     with (
         pytest.raises(
             DependencyError, match=r"^no checkpoint can be read: checkpoints/1/manifest.json: Input/output error$"
@@ -136,7 +136,7 @@ def test_an_error_of_the_system_that_ends_a_process_is_a_dependency_that_names_t
         raise BucketAwayError("storage.url: no reply")
 
 
-def test_a_panic_in_rust_and_an_exit_of_the_users_code_are_errors_and_an_interrupt_is_not() -> None:
+def test_a_panic_in_rust_and_an_exit_of_the_users_code_are_errors_and_an_interrupt_is_not():
     class PanicException(BaseException):  # as PyO3 has it
         pass
 

@@ -12,7 +12,7 @@ from anabranch.core.failures import DamagedError, Failure, failure_of
 from anabranch.core.files import check_names, number_of, open_file, read_file
 
 
-def make_socket(path: Path) -> None:
+def make_socket(path):
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
 
@@ -29,9 +29,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR])
-def test_only_a_regular_file_is_opened_and_nothing_is_waited_for(
-    make: Callable[[Path], object], flags: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_regular_file_is_opened_and_nothing_is_waited_for(make, flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the name of a socket is short
     path = Path("manifest.json")
     make(path)
@@ -39,10 +37,10 @@ def test_only_a_regular_file_is_opened_and_nothing_is_waited_for(
         open_file(path, flags)
 
 
-def test_what_replaces_a_file_as_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_replaces_a_file_as_it_is_opened_is_refused(tmp_path, monkeypatch):
     path, real = tmp_path / "manifest.json", os.open
 
-    def replaced(name: Path, flags: int) -> int:
+    def replaced(name, flags):
         path.unlink()
         os.mkfifo(path)
         return real(name, flags)
@@ -53,7 +51,7 @@ def test_what_replaces_a_file_as_it_is_opened_is_refused(tmp_path: Path, monkeyp
         read_file(path)
 
 
-def test_a_document_is_not_read_beyond_its_bound(tmp_path: Path) -> None:
+def test_a_document_is_not_read_beyond_its_bound(tmp_path):
     path = tmp_path / "manifest.json"
     path.write_bytes(b"12345")
     assert read_file(path) == read_file(path, 5) == b"12345"
@@ -61,23 +59,21 @@ def test_a_document_is_not_read_beyond_its_bound(tmp_path: Path) -> None:
         read_file(path, 4)
 
 
-def test_a_missing_file_is_missing_and_an_error_of_reading_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_is_missing_and_an_error_of_reading_names_the_file(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "manifest.json")
 
     class Failing:
-        def __enter__(self) -> "Failing":
+        def __enter__(self):
             return self
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             os.close(self.fileno())
 
-        def fileno(self) -> int:
+        def fileno(self):
             return descriptors[-1]
 
-        def read(self, _size: int) -> bytes:
+        def read(self, _size):
             raise OSError(errno.EIO, "Input/output error")
 
     descriptors: list[int] = []
@@ -91,7 +87,7 @@ def test_a_missing_file_is_missing_and_an_error_of_reading_names_the_file(
     assert failure_of(caught.value) is Failure.AWAY
 
 
-def test_numbers_of_folders_are_plain_ones() -> None:
+def test_numbers_of_folders_are_plain_ones():
     assert [number_of(name) for name in ("0", "1", "42", "9" * 18)] == [0, 1, 42, int("9" * 18)]
     for name in (
         "²",
@@ -109,7 +105,7 @@ def test_numbers_of_folders_are_plain_ones() -> None:
         assert number_of(name) is None
 
 
-def test_names_of_files_stay_below_their_folder() -> None:
+def test_names_of_files_stay_below_their_folder():
     check_names(["model.safetensors", "a-b_C.9"])
     check_names(["rank-0/segment-9.2.safetensors", "rank-0/state.json"], "rank-0/")
     for name in ("", ".", "..", "../x", "/etc/hostname", "a/b", "a\n", "a\0", "é", "rank-0/../x", "a" * 10 + "/"):

@@ -12,11 +12,11 @@ HOUR, CONFIRMED = 3600.0, 600.0
 class Host:
     """Clocks of a host, of which the wall clock can be wrong by `error` seconds."""
 
-    def __init__(self, error: float = 0.0) -> None:
+    def __init__(self, error=0.0):
         self.true, self.error = 1_000_000.0, error
         self.clock = HostClock(lambda: self.true + self.error, lambda: self.true - 999_000.0)
 
-    def run(self, seconds: float, every: float = 1.0) -> None:
+    def run(self, seconds, every=1.0):
         """Let time pass, while the clock is asked as often as a loop does."""
         end = self.true + seconds
         while self.true < end:
@@ -25,7 +25,7 @@ class Host:
 
 
 @pytest.mark.parametrize("ahead", [2.0, 2 * HOUR, 20 * 365 * 24 * HOUR])
-def test_a_wall_clock_that_is_ahead_for_seconds_is_not_believed(ahead: float) -> None:
+def test_a_wall_clock_that_is_ahead_for_seconds_is_not_believed(ahead):
     host = Host()
     host.run(5)
     host.error = ahead
@@ -36,7 +36,7 @@ def test_a_wall_clock_that_is_ahead_for_seconds_is_not_believed(ahead: float) ->
     assert host.clock.now() == pytest.approx(host.true)
 
 
-def test_a_wall_clock_that_stays_ahead_is_believed_after_some_minutes() -> None:
+def test_a_wall_clock_that_stays_ahead_is_believed_after_some_minutes():
     host = Host(error=-2 * HOUR)
     host.run(5)
     host.error = 0.0
@@ -46,14 +46,14 @@ def test_a_wall_clock_that_stays_ahead_is_believed_after_some_minutes() -> None:
     assert host.clock.now() == pytest.approx(host.true)
 
 
-def test_a_process_that_begins_with_a_clock_ahead_is_right_once_the_wall_clock_is() -> None:
+def test_a_process_that_begins_with_a_clock_ahead_is_right_once_the_wall_clock_is():
     host = Host(error=2 * HOUR)
     host.run(CONFIRMED)
     host.error = 0.0
     assert host.clock.now() == pytest.approx(host.true)
 
 
-def test_two_steps_forward_are_believed_one_after_the_other() -> None:
+def test_two_steps_forward_are_believed_one_after_the_other():
     host = Host()
     host.run(1)
     host.error = HOUR
@@ -65,7 +65,7 @@ def test_two_steps_forward_are_believed_one_after_the_other() -> None:
     assert host.clock.now() == pytest.approx(host.true + 2 * HOUR)
 
 
-def test_it_has_whole_milliseconds() -> None:
+def test_it_has_whole_milliseconds():
     assert HostClock(lambda: 1.2345, lambda: 0.0).now_ms == 1234
 
 
@@ -80,7 +80,7 @@ def test_it_has_whole_milliseconds() -> None:
         max_size=12,
     )
 )
-def test_steps_of_the_wall_clock_back_and_forth(steps: list[tuple[float, float, float]]) -> None:
+def test_steps_of_the_wall_clock_back_and_forth(steps):
     host = Host()
     before = host.clock.now()
     asked = [(host.true, host.error)]

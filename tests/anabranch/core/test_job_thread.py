@@ -1,7 +1,6 @@
 """The job thread: order, bounds, waiting, and exceptions of jobs."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,13 +9,13 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
-def thread() -> Iterator[JobThread]:
+def thread():
     thread = JobThread("test", 64_000_000)
     yield thread
     thread.close()
 
 
-def test_jobs_run_in_order(thread: JobThread) -> None:
+def test_jobs_run_in_order(thread):
     done: list[int] = []
     for number in range(200):
         thread.submit(lambda number=number: done.append(number), 1)
@@ -24,7 +23,7 @@ def test_jobs_run_in_order(thread: JobThread) -> None:
     assert done == list(range(200))
 
 
-def test_submit_blocks_while_too_many_bytes_are_pending(thread: JobThread) -> None:
+def test_submit_blocks_while_too_many_bytes_are_pending(thread):
     gate, second = threading.Event(), threading.Event()
     thread.submit(gate.wait, 60_000_000)
     sender = threading.Thread(target=lambda: (thread.submit(lambda: None, 10_000_000), second.set()))
@@ -35,12 +34,12 @@ def test_submit_blocks_while_too_many_bytes_are_pending(thread: JobThread) -> No
     assert second.is_set()
 
 
-def test_a_job_larger_than_the_bound_is_accepted_alone(thread: JobThread) -> None:
+def test_a_job_larger_than_the_bound_is_accepted_alone(thread):
     assert thread.submit(lambda: None, 10**9) == 0.0
     thread.wait()
 
 
-def test_a_bug_is_kept_and_later_jobs_run(thread: JobThread) -> None:
+def test_a_bug_is_kept_and_later_jobs_run(thread):
     done = threading.Event()
     thread.submit(lambda: 1 // 0)
     thread.submit(done.set)
@@ -50,9 +49,7 @@ def test_a_bug_is_kept_and_later_jobs_run(thread: JobThread) -> None:
         thread.raise_bug()
 
 
-def test_wait_ends_with_its_deadline_and_with_the_jobs_submitted_before_it(
-    thread: JobThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_ends_with_its_deadline_and_with_the_jobs_submitted_before_it(thread, monkeypatch):
     first, second, waits = threading.Event(), threading.Event(), threading.Event()
     thread.submit(first.wait)
     assert thread.wait(0.01) >= 0.01
@@ -72,7 +69,7 @@ def test_wait_ends_with_its_deadline_and_with_the_jobs_submitted_before_it(
     assert not thread.busy
 
 
-def test_close_runs_the_jobs_that_were_submitted() -> None:
+def test_close_runs_the_jobs_that_were_submitted():
     thread, done = JobThread("test"), list[int]()
     for number in range(50):
         thread.submit(lambda number=number: done.append(number))
@@ -81,7 +78,7 @@ def test_close_runs_the_jobs_that_were_submitted() -> None:
     JobThread("idle").close()
 
 
-def test_a_thread_makes_the_calls_of_its_start_first() -> None:
+def test_a_thread_makes_the_calls_of_its_start_first():
     done: list[object] = []
     before, within, after = JobThread("before"), JobThread("within"), JobThread("after")
     before.start()
@@ -95,7 +92,7 @@ def test_a_thread_makes_the_calls_of_its_start_first() -> None:
     assert done == ["job", "within", "job", "job"]
 
 
-def test_a_call_at_the_start_that_fails_is_a_bug_of_the_thread() -> None:
+def test_a_call_at_the_start_that_fails_is_a_bug_of_the_thread():
     thread, done = JobThread("test"), list[int]()
     with at_start_of_job_threads(lambda: 1 / 0):
         thread.submit(lambda: done.append(1))

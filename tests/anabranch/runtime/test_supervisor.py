@@ -6,21 +6,18 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
+from anabranch.learner.device import visible_devices
 from anabranch.runtime.child_process import Part, close_pipe, spawn
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
-from learner.model import visible_devices
 
 pytestmark = pytest.mark.process
 
@@ -148,12 +145,7 @@ def running():
         assert not thread.is_alive()
 
 
-def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-) -> None:
+def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part, running, until, recorded):
     code = """
         record("started")
         report(steps_since_start=1)
@@ -170,37 +162,21 @@ def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(
 @pytest.mark.parametrize(
     "figures", ["version=0", "steps_since_start=7, version=None", "steps_since_start=7, pid=1, launcher=os.getpid()"]
 )
-def test_a_version_or_a_step_is_progress(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    figures: str,
-) -> None:
+def test_a_version_or_a_step_is_progress(part, running, until, recorded, figures):
     backoff = RecordedBackoff()
     running(Supervisor([part(f"record('started'); report({figures}); os._exit(1)")], backoff))
     until(lambda: len(recorded("started")) >= 4, "four starts")
     assert set(backoff.asked) == {1}
 
 
-def test_a_version_of_an_earlier_life_is_no_progress_of_a_learner(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-) -> None:
+def test_a_version_of_an_earlier_life_is_no_progress_of_a_learner(part, running, until, recorded):
     backoff = RecordedBackoff()
     running(Supervisor([part("record('started'); report(steps_since_start=0, version=3); os._exit(1)")], backoff))
     until(lambda: len(recorded("started")) >= 3, "three starts")
     assert backoff.asked[:2] == [1, 2]
 
 
-def test_deaths_without_progress_are_counted_until_there_is_progress(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-) -> None:
+def test_deaths_without_progress_are_counted_until_there_is_progress(part, running, until, recorded):
     code = """
         record("started")
         starts = len(records("started"))
@@ -247,9 +223,7 @@ def test_another_process_s_report_is_no_progress(part, running, until, recorded,
     assert backoff.asked[:2] == [1, 2]
 
 
-def test_a_part_is_not_started_before_its_backoff_is_over(
-    part: Callable[..., Part], until: Callable[..., Any], recorded: Callable[[str], list[int]]
-) -> None:
+def test_a_part_is_not_started_before_its_backoff_is_over(part, until, recorded):
     supervisor = Supervisor([part("record('started'); os._exit(1)")], RestartPolicy(first=timedelta(hours=1)))
     supervisor.start()
     try:
@@ -261,12 +235,7 @@ def test_a_part_is_not_started_before_its_backoff_is_over(
         supervisor.stop()
 
 
-def test_a_dead_part_is_logged_and_started_again_in_one_check(
-    part: Callable[..., Part],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-) -> None:
+def test_a_dead_part_is_logged_and_started_again_in_one_check(part, until, recorded, is_gone):
     ran = []
     supervisor = Supervisor([part(STAYS)], on_death=lambda dead: ran.append((dead.name, supervisor.pids())))
     supervisor.start()
@@ -281,7 +250,7 @@ def test_a_dead_part_is_logged_and_started_again_in_one_check(
         supervisor.stop()
 
 
-def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest() -> None:
+def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest():
     backoff = RestartPolicy(timedelta(seconds=1), timedelta(seconds=30))
     assert backoff.seconds(1) == 0
     for deaths, longest in ((2, 1), (3, 2), (4, 4), (6, 16), (7, 30), (1000, 30)):
@@ -291,12 +260,7 @@ def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest() -> N
         assert max(delays) <= longest
 
 
-def test_exit_code_2_ends_everything_with_2_and_stops_the_others(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-) -> None:
+def test_exit_code_2_ends_everything_with_2_and_stops_the_others(part, running, until, recorded):
     other = part(STAYS, "other")
     supervisor = Supervisor([other, part("while not os.path.exists(folder + '/started'): pass\nsys.exit(2)", "bad")])
     _, result = running(supervisor)
@@ -306,21 +270,13 @@ def test_exit_code_2_ends_everything_with_2_and_stops_the_others(
     assert recorded("sigterm") == recorded("started")
 
 
-def test_exit_code_3_on_the_first_start_ends_everything_with_3(
-    part: Callable[..., Part], running: Callable[..., Any]
-) -> None:
+def test_exit_code_3_on_the_first_start_ends_everything_with_3(part, running):
     _, result = running(Supervisor([part("sys.exit(3)")]))
     assert result.result(30) is Exit.DEPENDENCY
 
 
 @pytest.mark.parametrize("first_life", ["report(steps_since_start=1); sys.exit(3)", "sys.exit(1)"])
-def test_exit_code_3_later_or_after_progress_is_waited_out(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    first_life: str,
-) -> None:
+def test_exit_code_3_later_or_after_progress_is_waited_out(part, running, until, recorded, first_life):
     code = f"""
         record("started")
         if len(records("started")) == 1:
@@ -335,12 +291,7 @@ def test_exit_code_3_later_or_after_progress_is_waited_out(
     assert result.result(30) is Exit.DONE
 
 
-def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothing(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-) -> None:
+def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothing(part, running, until, recorded):
     code = """
         record("again")
         if len(records("again")) < 3:
@@ -356,7 +307,7 @@ def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothi
     assert len(recorded("started")) == 1
 
 
-def test_a_pipeline_that_has_a_version_has_run_before(example: Path) -> None:
+def test_a_pipeline_that_has_a_version_has_run_before(example):
     config = load_config(example / "pipeline.toml", {})
     versions = config.state_dir / "versions"
     for folder, has_run in ((".tmp-1-7", False), ("7", True)):
@@ -366,7 +317,7 @@ def test_a_pipeline_that_has_a_version_has_run_before(example: Path) -> None:
         assert [part.has_run_before for part in pipeline_parts(config)] == [has_run, has_run]
 
 
-def test_serving_does_not_copy_versions_to_where_the_learner_of_the_same_state_dir_writes(example: Path) -> None:
+def test_serving_does_not_copy_versions_to_where_the_learner_of_the_same_state_dir_writes(example):
     path = example / "pipeline.toml"
     path.write_text(f'{path.read_text()}\n[storage]\nurl = "file://{example}/bucket"\n')
     environment = {"ANABRANCH__SERVING__VERSIONS_FROM": "storage"}
@@ -378,13 +329,7 @@ def test_serving_does_not_copy_versions_to_where_the_learner_of_the_same_state_d
         pipeline_parts(load_config(path, only))
 
 
-def test_a_stop_is_a_sigterm_to_every_part(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-) -> None:
+def test_a_stop_is_a_sigterm_to_every_part(part, running, until, recorded, is_gone):
     stop, result = running(Supervisor([part(STAYS, "one"), part(STAYS, "two")]))
     pids = until(lambda: len(recorded("started")) == 2 and recorded("started"), "both started")
     stop.set()
@@ -393,13 +338,7 @@ def test_a_stop_is_a_sigterm_to_every_part(
     assert all(map(is_gone, pids))
 
 
-def test_a_part_that_outlives_its_stop_timeout_is_killed(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-) -> None:
+def test_a_part_that_outlives_its_stop_timeout_is_killed(part, running, until, recorded, is_gone):
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrecord('started')\nwhile True: time.sleep(60)"
     stop, result = running(Supervisor([part(code, stop_timeout=timedelta(milliseconds=200))]))
     (pid,) = until(lambda: recorded("started"), "the start")
@@ -408,13 +347,7 @@ def test_a_part_that_outlives_its_stop_timeout_is_killed(
     assert is_gone(pid)
 
 
-def test_what_a_dead_part_leaves_in_its_session_is_ended(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-) -> None:
+def test_what_a_dead_part_leaves_in_its_session_is_ended(part, running, until, recorded, is_gone):
     grandchild = "import time\nwhile True: time.sleep(60)"
     code = f"""
         if not os.path.exists(folder + "/started"):
@@ -432,12 +365,7 @@ def test_what_a_dead_part_leaves_in_its_session_is_ended(
     until(lambda: is_gone(pid), "the grandchild's end")
 
 
-def test_a_standby_replaces_a_part_that_dies_each_time(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-) -> None:
+def test_a_standby_replaces_a_part_that_dies_each_time(part, running, until, recorded):
     supervisor = Supervisor([part(LEARNS, standby=STANDBY)], RestartPolicy(first=timedelta(hours=1)))
     running(supervisor)
     for deaths in (0, 1, 2):
@@ -449,12 +377,7 @@ def test_a_standby_replaces_a_part_that_dies_each_time(
         until(lambda pid=standbys[-1]: recorded("started")[-1] == pid, "its start")
 
 
-def test_what_takes_over_and_makes_no_progress_is_a_death_more(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-) -> None:
+def test_what_takes_over_and_makes_no_progress_is_a_death_more(part, running, until, recorded):
     backoff = RecordedBackoff()
     supervisor = Supervisor([part(LEARNS, standby="record('standby')\nsys.stdin.readline()\nos._exit(1)")], backoff)
     running(supervisor)
@@ -465,12 +388,7 @@ def test_what_takes_over_and_makes_no_progress_is_a_death_more(
     assert backoff.asked == [1, 2]
 
 
-def test_there_is_no_standby_before_progress(
-    part: Callable[..., Part],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    children: Callable[[], list[int]],
-) -> None:
+def test_there_is_no_standby_before_progress(part, until, recorded, children):
     supervisor = Supervisor([part(STAYS, standby=STANDBY)])
     supervisor.start()
     try:
@@ -480,14 +398,7 @@ def test_there_is_no_standby_before_progress(
         supervisor.stop()
 
 
-def test_a_standby_that_dies_is_started_again_after_the_part_was(
-    part: Callable[..., Part],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-    children: Callable[[], list[int]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_standby_that_dies_is_started_again_after_the_part_was(part, until, recorded, is_gone, children, caplog):
     supervisor = Supervisor([part(LEARNS, standby="record('standby')\nos._exit(1)")])
     supervisor.start()
     try:
@@ -506,13 +417,7 @@ def test_a_standby_that_dies_is_started_again_after_the_part_was(
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_where_nothing_can_go_on_the_part_is_started(
-    part: Callable[..., Part],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-    dies: bool,
-) -> None:
+def test_where_nothing_can_go_on_the_part_is_started(part, until, recorded, is_gone, dies):
     deaf = "record('standby')\n" + ("sys.stdin.read()" if dies else "os.close(0)\nrecord('deaf')\nsignal.pause()")
     supervisor = Supervisor([part(LEARNS, standby=deaf)])
     supervisor.start()
@@ -531,13 +436,7 @@ def test_where_nothing_can_go_on_the_part_is_started(
         supervisor.stop()
 
 
-def test_a_stop_ends_a_standby_at_once(
-    part: Callable[..., Part],
-    running: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-) -> None:
+def test_a_stop_ends_a_standby_at_once(part, running, until, recorded, is_gone):
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrecord('standby')\nwhile True: time.sleep(60)"
     stop, result = running(Supervisor([part(LEARNS, standby=deaf, stop_timeout=timedelta(hours=1))]))
     (pid,) = until(lambda: recorded("standby"), "a standby")
@@ -563,13 +462,7 @@ def supervise(spawn, *parts):
     return spawn("-c", SUPERVISE, json.dumps(arguments))
 
 
-def test_parts_end_when_their_supervisor_is_killed(
-    part: Callable[..., Part],
-    spawn: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-) -> None:
+def test_parts_end_when_their_supervisor_is_killed(part, spawn, until, recorded, is_gone):
     process = supervise(spawn, part(STAYS, "one"), part(STAYS, "two"))
     pids = until(lambda: len(recorded("started")) == 2 and recorded("started"), "both started")
     process.kill()
@@ -577,13 +470,7 @@ def test_parts_end_when_their_supervisor_is_killed(
     assert sorted(recorded("end of stdin")) == sorted(pids)
 
 
-def test_a_standby_ends_when_the_supervisor_is_killed(
-    part: Callable[..., Part],
-    spawn: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-) -> None:
+def test_a_standby_ends_when_the_supervisor_is_killed(part, spawn, until, recorded, is_gone):
     process = supervise(spawn, part(LEARNS, standby=STANDBY + "\nelse: record('never needed')"))
     standby = until(lambda: recorded("standby"), "a standby")
     process.kill()
@@ -591,13 +478,7 @@ def test_a_standby_ends_when_the_supervisor_is_killed(
     assert recorded("never needed") == standby
 
 
-def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(
-    part: Callable[..., Part],
-    spawn: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-) -> None:
+def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(part, spawn, until, recorded, is_gone):
     code = "signal.signal(signal.SIGINT, lambda *_: record('sigint'))\n" + STAYS
     process = supervise(spawn, part(code))
     (pid,) = until(lambda: recorded("started"), "the start")
@@ -607,13 +488,7 @@ def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(
     assert (recorded("sigterm"), recorded("sigint")) == ([pid], [])
 
 
-def test_a_second_ctrl_c_kills_at_once(
-    part: Callable[..., Part],
-    spawn: Callable[..., Any],
-    until: Callable[..., Any],
-    recorded: Callable[[str], list[int]],
-    is_gone: Callable[[int], bool],
-) -> None:
+def test_a_second_ctrl_c_kills_at_once(part, spawn, until, recorded, is_gone):
     code = """
         signal.signal(signal.SIGTERM, lambda *_: record("sigterm"))
         record("started")
@@ -628,28 +503,28 @@ def test_a_second_ctrl_c_kills_at_once(
     assert is_gone(pid)
 
 
-def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(example: Path) -> None:
-    import learner.state_dir.report
-    import serving.reporting.report
+def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(example):
+    import anabranch.serving.reporting.report
+    from anabranch.learner.status import report as reports
 
     config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STOP_TIMEOUT": "7s"})
     parts = pipeline_parts(config)
-    assert [part.command[3] for part in parts] == ["learner", "serving"]
+    assert [part.command[3] for part in parts] == ["anabranch.learner", "anabranch.serving"]
     assert [part.report for part in parts] == [
-        config.state_dir / learner.state_dir.report.REPORT,
-        config.state_dir / serving.reporting.report.REPORT,
+        config.state_dir / reports.REPORT,
+        config.state_dir / anabranch.serving.reporting.report.REPORT,
     ]
     assert all(part.stop_timeout > timedelta(seconds=7) for part in parts)
     assert [part.standby for part in parts] == [None, None]
 
 
-def test_a_learner_has_a_standby_where_the_config_says_so(example: Path) -> None:
+def test_a_learner_has_a_standby_where_the_config_says_so(example):
     learner, serving = pipeline_parts(load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STANDBY": "true"}))
     assert learner.standby == (*learner.command, "--standby")
     assert serving.standby is None
 
 
-def test_a_part_sees_only_the_device_that_its_uuid_names(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_sees_only_the_device_that_its_uuid_names(example, monkeypatch):
     monkeypatch.setattr(visible_devices, "machine_devices", lambda: {"GPU-aa11": [], "GPU-bb22": ["MIG-cc33"]})
     settings = {"ANABRANCH__LEARNER__DEVICE": "GPU-aa11", "ANABRANCH__SERVING__DEVICE": "MIG-cc33"}
     config = load_config(example / "pipeline.toml", settings)
@@ -663,7 +538,7 @@ def test_a_part_sees_only_the_device_that_its_uuid_names(example: Path, monkeypa
         pipeline_parts(config, {"CUDA_VISIBLE_DEVICES": "GPU-bb22"})
 
 
-def test_a_child_is_started_with_the_devices_of_its_part(tmp_path: Path) -> None:
+def test_a_child_is_started_with_the_devices_of_its_part(tmp_path):
     output = tmp_path / "seen"
     part = Part(
         "child",

@@ -1,18 +1,16 @@
 """`[stream.backfill]`: what is refused, and with which words."""
 
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from ingest.backfill import files
-from ingest.backfill_settings import BackfillSettings
-from ingest.config import StreamSettings
-from ingest.transport.protocol import revealed
+from anabranch.ingest.backfill import files
+from anabranch.ingest.settings.backfill import BackfillSettings
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.transport.protocol import revealed
 from tests.pipelines import CONFIG
 
 IDENTITY = {"partition": "p", "offset": "o"}
@@ -36,32 +34,32 @@ IDENTITY = {"partition": "p", "offset": "o"}
         ({"epochs": 0}, "greater than or equal to 1"),
     ],
 )
-def test_settings_that_fit_no_history_are_refused(backfill: dict[str, Any], sentence: str) -> None:
+def test_settings_that_fit_no_history_are_refused(backfill, sentence):
     with pytest.raises(ValidationError) as raised:
         StreamSettings.model_validate({"topics": ["events"], "backfill": {"files": ["a.parquet"], **backfill}})
     assert sentence in str(raised.value)
 
 
-def test_with_several_topics_a_column_has_to_name_each_rows() -> None:
+def test_with_several_topics_a_column_has_to_name_each_rows():
     with pytest.raises(ValidationError, match=r"backfill.identity.topic is missing: with several topics"):
         StreamSettings.model_validate(
             {"topics": ["a", "b"], "backfill": {"files": ["a.parquet"], "identity": IDENTITY}}
         )
 
 
-def test_a_later_pass_has_a_name_of_its_own() -> None:
+def test_a_later_pass_has_a_name_of_its_own():
     settings = BackfillSettings(files=("a.parquet",), epochs=3)
     assert [settings.topic_of(number) for number in range(3)] == ["history", "history.2", "history.3"]
     with pytest.raises(ValidationError, match=r"backfill.name: history.2 is the name of a topic"):
         StreamSettings.model_validate({"topics": ["history.2"], "backfill": {"files": ["a.parquet"], "epochs": 2}})
 
 
-def test_times_without_a_zone_are_utc() -> None:
+def test_times_without_a_zone_are_utc():
     assert BackfillSettings(files=("a.pq",), until="2026-01-31").until_time == datetime(2026, 1, 31, tzinfo=UTC)
     assert BackfillSettings(files=("a.pq",)).until_time is None
 
 
-def test_relative_patterns_are_below_the_folder_of_the_settings(tmp_path: Path) -> None:
+def test_relative_patterns_are_below_the_folder_of_the_settings(tmp_path):
     path = tmp_path / "pipeline.toml"
     stream = '[stream.backfill]\nfiles = ["lake/*.parquet", "/data/a.parquet", "s3://bucket/a.parquet"]\n'
     stream += 'storage = {aws_secret_access_key = "secret"}'
@@ -73,7 +71,7 @@ def test_relative_patterns_are_below_the_folder_of_the_settings(tmp_path: Path) 
     assert '"aws_secret_access_key":"secret"' in revealed(load_config(path, {}).pipeline.stream)
 
 
-def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_MOST_PARTITIONS", 5)
     for number in range(3):
         (tmp_path / f"{number}.parquet").touch()
@@ -81,11 +79,11 @@ def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         files.listed(BackfillSettings(files=(str(tmp_path / "*"),), format="parquet", epochs=2))
 
 
-def test_a_history_without_pyarrow_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ingest.backfill.build import history_of
+def test_a_history_without_pyarrow_names_the_extra(monkeypatch):
+    from anabranch.ingest.backfill.build import history_of
     from tests.ingest.backfill.test_history import SCHEMA, Schema, SchemaSettings
 
-    monkeypatch.setitem(__import__("sys").modules, "ingest.backfill.history", None)
+    monkeypatch.setitem(__import__("sys").modules, "anabranch.ingest.backfill.history", None)
     stream = StreamSettings.model_validate({"topics": ["events"], "backfill": {"files": ["a.parquet"]}})
     with pytest.raises(SettingsError, match=r"\[stream.backfill\] needs pyarrow: pip install 'anabranch\[arrow\]'"):
         history_of(stream, Schema(SchemaSettings.model_validate(SCHEMA)), 0)

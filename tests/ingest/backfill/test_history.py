@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,40 +14,37 @@ import pyarrow.parquet as pq
 import pytest
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.files import LocalFiles, Switch, switch_of
-from ingest.backfill.history import FileHistory
-from ingest.backfill.history_rows import HistoryRows
-from ingest.backfill.kafka_history import KafkaHistory
-from ingest.backfill_settings import BackfillSettings
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.errors import HistoryAwayError, HistoryError
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.events.schema import Schema
+from anabranch.ingest.backfill.files import LocalFiles, Switch, switch_of
+from anabranch.ingest.backfill.history import FileHistory
+from anabranch.ingest.backfill.kafka_history import KafkaHistory
+from anabranch.ingest.errors import HistoryAwayError, HistoryError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.backfill import BackfillSettings
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
 
 SCHEMA: dict[str, Any] = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
 WAIT = timedelta(seconds=20)
 
 
-def parquet(path: Path, numbers: Sequence[int], **options: Any) -> Path:
+def parquet(path, numbers, **options):
     table = pa.table({"x": [[float(n), 0.0, 0.0] for n in numbers], "y": [n % 3 for n in numbers]})
     pq.write_table(table, path, **options)
     return path
 
 
-def jsonl(path: Path, numbers: Sequence[int], end: str = "\n") -> Path:
+def jsonl(path, numbers, end="\n"):
     path.write_text("\n".join(json.dumps({"x": [n, 0, 0], "y": n % 3}) for n in numbers) + end)
     return path
 
 
-def make(path: Path, numbers: Sequence[int]) -> Path:
+def make(path, numbers):
     """Write the file in the format of its suffix."""
     return (parquet if path.suffix == ".parquet" else jsonl)(path, numbers)
 
 
-def history(
-    *files: Path | str, schema: dict[str, Any] | None = None, longest: int = 1000, **settings: Any
-) -> FileHistory:
+def history(*files, schema=None, longest=1000, **settings):
     return FileHistory(
         BackfillSettings.model_validate({"files": [str(file) for file in files], **settings}),
         Schema(SchemaSettings.model_validate(schema or SCHEMA)),
@@ -57,13 +53,13 @@ def history(
     )
 
 
-def begun(*files: Path | str, until_ms: int | None = None, **settings: Any) -> FileHistory:
+def begun(*files, until_ms=None, **settings):
     new = history(*files, **settings)
     new.list_files(None if until_ms is None else Switch(until_ms))
     return new
 
 
-def read(source: FileHistory) -> list[HistoryRows]:
+def read(source):
     found = []
     while not source.done:
         rows = source.poll(WAIT)
@@ -73,27 +69,27 @@ def read(source: FileHistory) -> list[HistoryRows]:
     return found
 
 
-def numbers(found: Sequence[HistoryRows]) -> list[int]:
+def numbers(found):
     return [int(n) for rows in found for n in np.asarray(rows.decoded.columns["feature.x"])[:, 0]]
 
 
-def offsets(found: Sequence[HistoryRows]) -> list[tuple[str, int]]:
+def offsets(found):
     return [(str(name), n) for rows in found for name in rows.counts for n in rows.offset.tolist()]
 
 
 @pytest.fixture(params=["parquet", "jsonl"])
-def suffix(request: pytest.FixtureRequest) -> str:
+def suffix(request):
     return str(request.param)
 
 
 @pytest.fixture(params=[4, 65_536], ids=["small chunks", "large chunks"], autouse=True)
-def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def chunk_rows(request, monkeypatch):
     for module in ("open_files", "jsonl_file"):
-        monkeypatch.setattr(f"ingest.backfill.{module}.CHUNK_ROWS", request.param)
+        monkeypatch.setattr(f"anabranch.ingest.backfill.{module}.CHUNK_ROWS", request.param)
     return int(request.param)
 
 
-def test_files_are_read_by_name_and_rows_in_their_order(tmp_path: Path, suffix: str) -> None:
+def test_files_are_read_by_name_and_rows_in_their_order(tmp_path, suffix):
     make(tmp_path / f"b.{suffix}", range(10, 25))
     make(tmp_path / f"a.{suffix}", range(10))
     found = read(begun(tmp_path / f"*.{suffix}"))
@@ -101,12 +97,12 @@ def test_files_are_read_by_name_and_rows_in_their_order(tmp_path: Path, suffix: 
     assert offsets(found) == [("history:0", n) for n in range(10)] + [("history:1", n) for n in range(15)]
 
 
-def test_given_files_are_read_in_the_order_of_the_list_each_once(tmp_path: Path, suffix: str) -> None:
+def test_given_files_are_read_in_the_order_of_the_list_each_once(tmp_path, suffix):
     b, a = make(tmp_path / f"b.{suffix}", range(5)), make(tmp_path / f"a.{suffix}", range(5, 10))
     assert numbers(read(begun(b, a, tmp_path / f"*.{suffix}", order="given"))) == list(range(10))
 
 
-def test_files_are_read_by_their_earliest_time(tmp_path: Path) -> None:
+def test_files_are_read_by_their_earliest_time(tmp_path):
     timed = {**SCHEMA, "time": {"name": "t"}}
     for name, first in (("a", 50), ("b", 10)):
         x = [[float(first + n), 0.0, 0.0] for n in range(5)]
@@ -121,17 +117,17 @@ def test_files_are_read_by_their_earliest_time(tmp_path: Path) -> None:
     assert found[0].time_ms.tolist()[:4] == [13_000, 11_000, 12_000, 10_000]
 
 
-def test_the_order_by_time_needs_a_column(tmp_path: Path) -> None:
+def test_the_order_by_time_needs_a_column(tmp_path):
     with pytest.raises(SettingsError, match=r"order = \"time\" needs stream.backfill.time or \[schema.time\]"):
         history(parquet(tmp_path / "a.parquet", range(5)), order="time")
 
 
 @pytest.mark.parametrize("a_second", [1_000, 1_000_000, 1_000_000_000])
-def test_times_in_another_unit_than_seconds_are_refused(tmp_path: Path, suffix: str, a_second: int) -> None:
+def test_times_in_another_unit_than_seconds_are_refused(tmp_path, suffix, a_second):
     """Else all rows would be left to the topics, which do not have them."""
     timed, path = {**SCHEMA, "time": {"name": "t"}}, tmp_path / f"a.{suffix}"
 
-    def write(times: Sequence[int]) -> None:
+    def write(times):
         x = [[float(n), 0.0, 0.0] for n in range(len(times))]
         pq.write_table(pa.table({"x": x, "y": [0] * len(times), "t": times}), path)
         if suffix == "jsonl":
@@ -149,7 +145,7 @@ def test_times_in_another_unit_than_seconds_are_refused(tmp_path: Path, suffix: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 1, 6, 100])
-def test_a_restart_at_any_row_returns_the_rows_that_are_left(tmp_path: Path, suffix: str, window: int) -> None:
+def test_a_restart_at_any_row_returns_the_rows_that_are_left(tmp_path, suffix, window):
     make(tmp_path / f"a.{suffix}", range(11))
     make(tmp_path / f"b.{suffix}", range(11, 20))
     settings = {"shuffle": window, "epochs": 2}
@@ -174,7 +170,7 @@ def test_a_restart_at_any_row_returns_the_rows_that_are_left(tmp_path: Path, suf
         assert list(zip(offsets(left), numbers(left), strict=True)) == expected[done:]
 
 
-def test_row_groups_are_no_bounds_of_chunks_and_a_restart_within_one_seeks(tmp_path: Path) -> None:
+def test_row_groups_are_no_bounds_of_chunks_and_a_restart_within_one_seeks(tmp_path):
     parquet(tmp_path / "a.parquet", range(50), row_group_size=7)
     source = begun(tmp_path / "a.parquet")
     for first in range(0, 50, 3):
@@ -183,7 +179,7 @@ def test_row_groups_are_no_bounds_of_chunks_and_a_restart_within_one_seeks(tmp_p
         assert numbers(read(again)) == list(range(first, 50))
 
 
-def test_a_file_that_came_later_is_not_read(tmp_path: Path, suffix: str) -> None:
+def test_a_file_that_came_later_is_not_read(tmp_path, suffix):
     make(tmp_path / f"b.{suffix}", range(10))
     source = begun(tmp_path / f"*.{suffix}")
     make(tmp_path / f"a.{suffix}", range(100, 110))
@@ -192,7 +188,7 @@ def test_a_file_that_came_later_is_not_read(tmp_path: Path, suffix: str) -> None
     assert numbers(read(again)) == list(range(4, 10))
 
 
-def test_empty_files_have_no_rows(tmp_path: Path, suffix: str) -> None:
+def test_empty_files_have_no_rows(tmp_path, suffix):
     for name, count in (("a", 0), ("b", 3), ("c", 0)):
         make(tmp_path / f"{name}.{suffix}", range(count))
     if suffix == "jsonl":
@@ -208,16 +204,16 @@ def test_empty_files_have_no_rows(tmp_path: Path, suffix: str) -> None:
     assert source.progress.done
 
 
-def test_the_last_line_needs_no_end(tmp_path: Path) -> None:
+def test_the_last_line_needs_no_end(tmp_path):
     assert numbers(read(begun(jsonl(tmp_path / "a.jsonl", range(7), end="")))) == list(range(7))
 
 
-def test_no_matching_file_is_one_sentence(tmp_path: Path) -> None:
+def test_no_matching_file_is_one_sentence(tmp_path):
     with pytest.raises(SettingsError, match=r'no file matches ".*\*\.parquet"; correct it, or remove'):
         begun(tmp_path / "*.parquet")
 
 
-def test_another_schema_is_one_sentence_that_names_file_and_column(tmp_path: Path) -> None:
+def test_another_schema_is_one_sentence_that_names_file_and_column(tmp_path):
     pq.write_table(pa.table({"x": ["a"], "y": [1]}), tmp_path / "a.parquet")
     with pytest.raises(SettingsError, match=r"a.parquet does not fit \[schema\]: its column x is of Arrow type string"):
         begun(tmp_path / "a.parquet")
@@ -229,20 +225,20 @@ def test_another_schema_is_one_sentence_that_names_file_and_column(tmp_path: Pat
         begun(tmp_path / "a.parquet", time="t")
 
 
-def test_a_truncated_or_foreign_file_is_damaged_at_the_first_start(tmp_path: Path) -> None:
+def test_a_truncated_or_foreign_file_is_damaged_at_the_first_start(tmp_path):
     path = parquet(tmp_path / "a.parquet", range(100))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(HistoryError, match=r"a.parquet is damaged: .*; write it again"):
         begun(path)
 
 
-def changed(path: Path) -> None:
+def changed(path):
     new = parquet(path.with_suffix(".new"), [n + 1 for n in range(100)], row_group_size=10)
     os.utime(new, ns=(1, 1))
     new.rename(path)
 
 
-def shorter(path: Path) -> None:
+def shorter(path):
     path.write_bytes(path.read_bytes()[:-30])
 
 
@@ -255,9 +251,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("sentence", "change"), CHANGES.items(), ids=["missing", "changed", "shorter"])
 @pytest.mark.parametrize("when", ["at a restart", "while it is read"])
-def test_a_file_that_is_not_as_it_was_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence: str, change: Any, when: str
-) -> None:
+def test_a_file_that_is_not_as_it_was_is_refused(tmp_path, monkeypatch, sentence, change, when):
     path = parquet(tmp_path / "a.parquet", range(100), row_group_size=10)
     (tmp_path / "another").touch()
     source = begun(path)
@@ -266,7 +260,7 @@ def test_a_file_that_is_not_as_it_was_is_refused(
         again.restore([(name, Position(5)) for name in source.partitions], source.marks)
         source = again
     else:
-        monkeypatch.setattr("ingest.backfill.open_files.CHUNK_ROWS", 4)
+        monkeypatch.setattr("anabranch.ingest.backfill.open_files.CHUNK_ROWS", 4)
         source = begun(path)
         assert source.poll(WAIT) is not None
     change(path)
@@ -274,7 +268,7 @@ def test_a_file_that_is_not_as_it_was_is_refused(
         read(source)
 
 
-def test_bytes_that_are_flipped_without_a_change_of_time_are_damage(tmp_path: Path) -> None:
+def test_bytes_that_are_flipped_without_a_change_of_time_are_damage(tmp_path):
     path = parquet(tmp_path / "a.parquet", range(2000), row_group_size=1000, compression="gzip")
     source = begun(path)
     status, contents = path.stat(), bytearray(path.read_bytes())
@@ -286,7 +280,7 @@ def test_bytes_that_are_flipped_without_a_change_of_time_are_damage(tmp_path: Pa
 
 
 @pytest.mark.parametrize("mount_point", [False, True], ids=["no folder", "empty folder"])
-def test_storage_that_is_away_is_tried_again_and_loses_nothing(tmp_path: Path, suffix: str, mount_point: bool) -> None:
+def test_storage_that_is_away_is_tried_again_and_loses_nothing(tmp_path, suffix, mount_point):
     folder = tmp_path / "mounted"
     folder.mkdir()
     make(folder / f"a.{suffix}", range(10))
@@ -303,14 +297,12 @@ def test_storage_that_is_away_is_tried_again_and_loses_nothing(tmp_path: Path, s
     assert source.progress.rows_done == 20
 
 
-def test_a_folder_that_comes_back_during_a_search_lacks_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_comes_back_during_a_search_lacks_no_file(tmp_path, monkeypatch):
     folder, away, stat = tmp_path / "mounted", tmp_path / "away", Path.stat
     away.mkdir()
     (away / "a.parquet").touch()
 
-    def stat_and_mount(path: Path, **options: bool) -> os.stat_result:
+    def stat_and_mount(path, **options):
         try:
             return stat(path, **options)
         finally:
@@ -324,15 +316,13 @@ def test_a_folder_that_comes_back_during_a_search_lacks_no_file(
 class _Failing(io.BufferedReader):
     """A file of a server that went away."""
 
-    def read(self, *arguments: Any) -> bytes:
+    def read(self, *arguments):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     readline = readinto = read
 
 
-def test_a_read_that_the_file_system_fails_is_no_damage(
-    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_the_file_system_fails_is_no_damage(tmp_path, suffix, monkeypatch):
     path = make(tmp_path / f"a.{suffix}", range(10))
     source = begun(path)
     with monkeypatch.context() as patch:
@@ -342,12 +332,12 @@ def test_a_read_that_the_file_system_fails_is_no_damage(
     assert numbers(read(source)) == [*range(10)]
 
 
-def read_until_error(source: FileHistory) -> None:
+def read_until_error(source):
     while not source.done:
         source.poll(WAIT)
 
 
-def test_nulls_and_values_that_do_not_fit_are_rejected_by_row(tmp_path: Path) -> None:
+def test_nulls_and_values_that_do_not_fit_are_rejected_by_row(tmp_path):
     x = [[1.0, 2.0, 3.0], None, [1.0], [1.0, None, 3.0], [float("nan"), 0.0, 0.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
     pq.write_table(pa.table({"x": x, "y": [0, 1, 2, 0, 1, 9, None]}), tmp_path / "a.parquet")
     found = read(begun(tmp_path / "a.parquet"))
@@ -368,7 +358,7 @@ def test_nulls_and_values_that_do_not_fit_are_rejected_by_row(tmp_path: Path) ->
     assert (numbers(found), labelled) == ([1, 7], [True, False])
 
 
-def test_lines_that_cannot_be_used_are_rejected_by_row(tmp_path: Path) -> None:
+def test_lines_that_cannot_be_used_are_rejected_by_row(tmp_path):
     good = b'{"x": [1, 2, 3], "y": 1}'
     lines = [good, b"", b"{", b'{"y": 1}', b'"' + b"a" * 2000 + b'"', b"\xff", good]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
@@ -384,7 +374,7 @@ def test_lines_that_cannot_be_used_are_rejected_by_row(tmp_path: Path) -> None:
     assert numbers(found) == [1, 1]
 
 
-def test_text_that_is_not_utf_8_is_rejected_by_row(tmp_path: Path) -> None:
+def test_text_that_is_not_utf_8_is_rejected_by_row(tmp_path):
     schema = {"features": {"w": {"dtype": "string", "encode": {"hash": 100}}}, "label": {"name": "y", "classes": 3}}
     words = pa.array([b"a", b"\xff\xfe", b"b"], pa.binary())
     table = pa.table({"w": words, "y": [0, 1, 2]})
@@ -396,7 +386,7 @@ def test_text_that_is_not_utf_8_is_rejected_by_row(tmp_path: Path) -> None:
     assert [int(rows.offset[r.message]) for rows in found for r in rows.decoded.rejects] == [1]
 
 
-def test_any_row_can_be_written_as_a_dead_letter(tmp_path: Path) -> None:
+def test_any_row_can_be_written_as_a_dead_letter(tmp_path):
     """Also one with values that Python does not have."""
     bad = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xffa"))
     columns = {
@@ -422,7 +412,7 @@ def test_any_row_can_be_written_as_a_dead_letter(tmp_path: Path) -> None:
     source.close()
 
 
-def test_nested_dictionary_and_wide_columns_fit_shapes(tmp_path: Path) -> None:
+def test_nested_dictionary_and_wide_columns_fit_shapes(tmp_path):
     schema = {
         "features": {
             "m": {"dtype": "float32", "shape": [2, 2]},
@@ -450,7 +440,7 @@ def test_nested_dictionary_and_wide_columns_fit_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["timestamp", "seconds", "jsonl"])
-def test_rows_from_the_switch_on_are_left_to_the_topics(tmp_path: Path, kind: str) -> None:
+def test_rows_from_the_switch_on_are_left_to_the_topics(tmp_path, kind):
     seconds = [5, 30, 10, 40, 20, None]
     if kind == "jsonl":
         lines = [json.dumps({"x": [n, 0, 0], "y": 0, "at": s}) for n, s in enumerate(seconds)]
@@ -467,7 +457,7 @@ def test_rows_from_the_switch_on_are_left_to_the_topics(tmp_path: Path, kind: st
     assert (numbers(found), left) == ([0, 2, 5], [1, 3, 4])
 
 
-def hourly(path: Path, first: int, last: int) -> Path:
+def hourly(path, first, last):
     """Write a row for each second."""
     seconds = list(range(first, last + 1))
     x = [[0.0, 0.0, 0.0]] * len(seconds)
@@ -487,9 +477,7 @@ def hourly(path: Path, first: int, last: int) -> Path:
         (1500, None, 2000),
     ],
 )
-def test_the_topics_begin_where_both_they_and_the_files_have_all_events(
-    tmp_path: Path, last: int, lost: bool | None, until: float
-) -> None:
+def test_the_topics_begin_where_both_they_and_the_files_have_all_events(tmp_path, last, lost, until):
     source = history(hourly(tmp_path / "a.parquet", 0, last), time="at")
     switch = source.list_files(Switch(2_000_000, ends={"events:0": 7}), lost=lost)
     assert switch == Switch(round(until * 1000), False, {"events:0": 7})
@@ -498,13 +486,13 @@ def test_the_topics_begin_where_both_they_and_the_files_have_all_events(
     assert switch_of(partitions, [PartitionFingerprint(), mark]) == switch
 
 
-def test_a_history_is_not_added_after_the_topics(tmp_path: Path) -> None:
+def test_a_history_is_not_added_after_the_topics(tmp_path):
     source = history(parquet(tmp_path / "a.parquet", range(3)))
     with pytest.raises(SettingsError, match="history comes first"):
         source.restore([(TopicPartition("events", 0), Position(5))], [PartitionFingerprint()])
 
 
-def test_a_shuffle_depends_on_seed_and_file_and_stays_in_its_window(tmp_path: Path) -> None:
+def test_a_shuffle_depends_on_seed_and_file_and_stays_in_its_window(tmp_path):
     for name in "ab":
         parquet(tmp_path / f"{name}.parquet", range(40))
         os.utime(tmp_path / f"{name}.parquet", ns=(ord(name), ord(name)))
@@ -514,7 +502,7 @@ def test_a_shuffle_depends_on_seed_and_file_and_stays_in_its_window(tmp_path: Pa
     assert found[:40] != found[40:]
 
 
-def test_what_decides_which_row_an_offset_is_stays_as_it_was_at_the_first_start(tmp_path: Path) -> None:
+def test_what_decides_which_row_an_offset_is_stays_as_it_was_at_the_first_start(tmp_path):
     path = parquet(tmp_path / "a.parquet", range(50))
     first = begun(path, shuffle=10)
     expected = numbers(read(begun(path, shuffle=10)))
@@ -525,7 +513,7 @@ def test_what_decides_which_row_an_offset_is_stays_as_it_was_at_the_first_start(
     assert numbers(read(again)) == expected[25:]
 
 
-def test_rows_do_not_become_events_of_the_topics_later(tmp_path: Path) -> None:
+def test_rows_do_not_become_events_of_the_topics_later(tmp_path):
     first = begun(parquet(tmp_path / "a.parquet", range(5)))
     stream = {"files": ["a.parquet"], "identity": {"partition": "p", "offset": "o"}}
     later = KafkaHistory(
@@ -536,7 +524,7 @@ def test_rows_do_not_become_events_of_the_topics_later(tmp_path: Path) -> None:
         later.restore([(name, Position(2)) for name in first.partitions], first.marks)
 
 
-def test_files_without_the_label_are_refused_where_rows_need_one(tmp_path: Path) -> None:
+def test_files_without_the_label_are_refused_where_rows_need_one(tmp_path):
     x = [[0.0, 0.0, 0.0]] * 3
     (tmp_path / "y=1").mkdir()
     pq.write_table(pa.table({"x": x}), tmp_path / "y=1" / "a.parquet")

@@ -4,10 +4,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,13 +14,13 @@ from kafka import KafkaAdminClient
 from kafka import TopicPartition as KafkaPartition
 from kafka.admin import ConfigResource, ConfigResourceType
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import HistoryError
-from ingest.events.block import Outcome, SkipReason
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.reader.ingest_process import PROGRAM
-from ingest.reader.reader import BlockReader
+from anabranch.ingest.errors import HistoryError
+from anabranch.ingest.events.block import Outcome, SkipReason
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.reader.ingest_process import PROGRAM
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 from tests.support import dying_ingest
 from tests.support.waiting import slowness
 
@@ -33,7 +31,7 @@ LATELY = int(time.time()) - 3600
 SCHEMA = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
 
 
-def write_parquet(path: Path, first: int, rows: int, **options: Any) -> Path:
+def write_parquet(path, first, rows, **options):
     """Write rows whose feature begins with their number, from `first` on."""
     numbers = range(first, first + rows)
     table = pa.table({"x": [[float(n), 0.0, 0.0] for n in numbers], "y": [n % 3 for n in numbers]})
@@ -41,23 +39,14 @@ def write_parquet(path: Path, first: int, rows: int, **options: Any) -> Path:
     return path
 
 
-def message(number: int) -> bytes:
+def message(number):
     return json.dumps({"x": [number, 0, 0], "y": number % 3}).encode()
 
 
 @contextlib.contextmanager
 def opened(
-    bootstrap: str,
-    topic: str,
-    files: Any,
-    *,
-    fraction: float = 0,
-    positions: dict[TopicPartition, Position] | None = None,
-    marks: dict[TopicPartition, PartitionFingerprint] | None = None,
-    backfill: dict[str, Any] | None = None,
-    program: Sequence[str] = PROGRAM,
-    **stream: Any,
-) -> Iterator[BlockReader]:
+    bootstrap, topic, files, *, fraction=0, positions=None, marks=None, backfill=None, program=PROGRAM, **stream
+):
     files = [str(each) for each in ([files] if isinstance(files, Path | str) else files)]
     settings = {
         "bootstrap_servers": bootstrap,
@@ -78,7 +67,7 @@ def opened(
         source.close()
 
 
-def read(source: BlockReader, count: int, after: Callable[[int], None] = lambda rows: None) -> list[tuple[str, int]]:
+def read(source, count, after=lambda rows: None):
     """Read `count` events: the name of the partition of each, and the first value of its feature."""
     found: list[tuple[str, int]] = []
     deadline = time.monotonic() + 60 * slowness()
@@ -99,7 +88,7 @@ def read(source: BlockReader, count: int, after: Callable[[int], None] = lambda 
     return found
 
 
-def test_files_come_first_in_order_then_the_topic(kafka, make_topic, produce, tmp_path: Path) -> None:
+def test_files_come_first_in_order_then_the_topic(kafka, make_topic, produce, tmp_path):
     topic = make_topic()
     produce(kafka.bootstrap, topic, [message(10_000 + n) for n in range(5)])
     write_parquet(tmp_path / "b.parquet", 100, 100)
@@ -115,7 +104,7 @@ def test_files_come_first_in_order_then_the_topic(kafka, make_topic, produce, tm
     ]
 
 
-def test_sigkill_anywhere_loses_no_row_and_brings_none_twice(kafka, make_topic, produce, tmp_path: Path) -> None:
+def test_sigkill_anywhere_loses_no_row_and_brings_none_twice(kafka, make_topic, produce, tmp_path):
     """In the middle of a file, at the edges of row groups and files, and at the switch."""
     topic = make_topic()
     produce(kafka.bootstrap, topic, [message(n) for n in range(30_000, 30_050)])
@@ -127,7 +116,7 @@ def test_sigkill_anywhere_loses_no_row_and_brings_none_twice(kafka, make_topic, 
     files = [tmp_path / "*.parquet", tmp_path / "*.jsonl"]
     with opened(kafka.bootstrap, topic, files, backfill={"order": "name"}) as source:
 
-        def kill(rows: int) -> None:
+        def kill(rows):
             if left and rows >= left[0]:
                 while left and rows >= left[0]:
                     left.pop(0)
@@ -140,7 +129,7 @@ def test_sigkill_anywhere_loses_no_row_and_brings_none_twice(kafka, make_topic, 
     assert [value for _, value in found] == [*range(30_050)]
 
 
-def test_a_file_that_ends_the_ingest_process_again_and_again_is_named(kafka, make_topic, tmp_path: Path) -> None:
+def test_a_file_that_ends_the_ingest_process_again_and_again_is_named(kafka, make_topic, tmp_path):
     write_parquet(tmp_path / "a.parquet", 0, 100)
     write_parquet(tmp_path / "b.parquet", dying_ingest.FATAL_ROW, 100)
     program = (str(Path(dying_ingest.__file__)),)
@@ -151,7 +140,7 @@ def test_a_file_that_ends_the_ingest_process_again_and_again_is_named(kafka, mak
     assert len(seen) == 100
 
 
-def test_another_learner_continues_from_positions_and_marks(kafka, make_topic, produce, tmp_path: Path) -> None:
+def test_another_learner_continues_from_positions_and_marks(kafka, make_topic, produce, tmp_path):
     topic = make_topic()
     produce(kafka.bootstrap, topic, [message(n) for n in range(5000, 5010)])
     (tmp_path / "a.jsonl").write_bytes(b"".join(message(n) + b"\n" for n in range(5000)))
@@ -167,7 +156,7 @@ def test_another_learner_continues_from_positions_and_marks(kafka, make_topic, p
     assert [value for _, value in [*first, *rest]] == [*range(5020)]
 
 
-def test_bad_rows_are_dead_lettered_as_json_with_their_source(kafka, make_topic, consume_all, tmp_path: Path) -> None:
+def test_bad_rows_are_dead_lettered_as_json_with_their_source(kafka, make_topic, consume_all, tmp_path):
     topic = make_topic()
     pq.write_table(pa.table({"x": [[1.0, 2.0, 3.0], None], "y": [0, 1]}), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_bytes(b"{\n" + message(5))
@@ -181,7 +170,7 @@ def test_bad_rows_are_dead_lettered_as_json_with_their_source(kafka, make_topic,
     assert [dict(letter.headers)["anabranch-format"] for letter in letters] == [b"json"] * 2
 
 
-def outcomes(source: BlockReader, count: int) -> list[tuple[str, int, int, int]]:
+def outcomes(source, count):
     """Read `count` events: partition, offset, outcome and reason of each."""
     found: list[tuple[str, int, int, int]] = []
     while len(found) < count:
@@ -194,7 +183,7 @@ def outcomes(source: BlockReader, count: int) -> list[tuple[str, int, int, int]]
     return found
 
 
-def test_later_passes_repeat_what_is_trained_on_and_skip_all_else(kafka, make_topic, tmp_path: Path) -> None:
+def test_later_passes_repeat_what_is_trained_on_and_skip_all_else(kafka, make_topic, tmp_path):
     topic = make_topic()
     table = pa.table({"x": [[float(n), 0.0, 0.0] for n in range(1000)], "y": [None, *[n % 3 for n in range(999)]]})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -212,7 +201,7 @@ def test_later_passes_repeat_what_is_trained_on_and_skip_all_else(kafka, make_to
         assert {reason for *_, reason in again} == {SkipReason.REPEATED}
 
 
-def test_rows_that_the_topic_has_too_are_left_to_it(kafka, make_topic, produce, tmp_path: Path) -> None:
+def test_rows_that_the_topic_has_too_are_left_to_it(kafka, make_topic, produce, tmp_path):
     """The topics begin where the first of their partitions has a record, as none of them has lost any."""
     topic = make_topic(2)
     for partition, second in ((0, 500), (0, 900), (1, 700), (1, 1000)):
@@ -232,7 +221,7 @@ def test_rows_that_the_topic_has_too_are_left_to_it(kafka, make_topic, produce, 
     ]
 
 
-def test_a_time_ends_the_history_and_begins_the_topics(kafka, make_topic, produce, tmp_path: Path) -> None:
+def test_a_time_ends_the_history_and_begins_the_topics(kafka, make_topic, produce, tmp_path):
     topic = make_topic()
     for second in (100, 200, 300):
         produce(kafka.bootstrap, topic, [message(second)], timestamp_ms=(LATELY + second) * 1000)
@@ -250,12 +239,12 @@ def test_a_time_ends_the_history_and_begins_the_topics(kafka, make_topic, produc
 
 
 def test_times_that_are_out_of_order_make_no_event_come_twice_or_never_also_after_a_restart(
-    kafka, make_topic, produce, tmp_path: Path
-) -> None:
+    kafka, make_topic, produce, tmp_path
+):
     topic, count = make_topic(), 400
     at = [LATELY + n + (37 * n) % 20 for n in range(count)]
-    for n, second in enumerate(at):
-        produce(kafka.bootstrap, topic, [message(n)], timestamp_ms=second * 1000)
+    times = [second * 1000 for second in at]
+    produce(kafka.bootstrap, topic, list(map(message, range(count))), timestamp_ms=times)
     x = [[float(n), 0.0, 0.0] for n in range(count)]
     pq.write_table(pa.table({"x": x, "y": [0] * count, "at": at}), tmp_path / "a.parquet")
     until = datetime.fromtimestamp(LATELY + 200, UTC).isoformat()
@@ -273,9 +262,7 @@ def test_times_that_are_out_of_order_make_no_event_come_twice_or_never_also_afte
     assert reasons == {SkipReason.LEFT_TO_TOPICS, SkipReason.LEFT_TO_FILES}
 
 
-def test_records_that_arrive_while_files_are_read_are_read_after_them(
-    kafka, make_topic, produce, tmp_path: Path
-) -> None:
+def test_records_that_arrive_while_files_are_read_are_read_after_them(kafka, make_topic, produce, tmp_path):
     """Also from `latest` on: where a topic begins is decided before the files are listed."""
     topic = make_topic()
     produce(kafka.bootstrap, topic, [message(1)])
@@ -285,7 +272,7 @@ def test_records_that_arrive_while_files_are_read_are_read_after_them(
         assert [value for _, value in read(source, 110)] == [*range(110)]
 
 
-def test_the_history_lasts_until_all_rows_are_read(kafka, make_topic, tmp_path: Path) -> None:
+def test_the_history_lasts_until_all_rows_are_read(kafka, make_topic, tmp_path):
     topic = make_topic()
     write_parquet(tmp_path / "a.parquet", 0, 200_000)
     with opened(kafka.bootstrap, topic, tmp_path / "a.parquet", buffer_bytes=1_000_000) as source:
@@ -307,7 +294,7 @@ def test_the_history_lasts_until_all_rows_are_read(kafka, make_topic, tmp_path: 
         assert source.history.rows_done == 200_000
 
 
-def test_a_changed_file_ends_reading_with_its_sentence(kafka, make_topic, tmp_path: Path) -> None:
+def test_a_changed_file_ends_reading_with_its_sentence(kafka, make_topic, tmp_path):
     topic = make_topic()
     write_parquet(tmp_path / "a.parquet", 0, 100)
     write_parquet(tmp_path / "b.parquet", 0, 100)
@@ -320,7 +307,7 @@ def test_a_changed_file_ends_reading_with_its_sentence(kafka, make_topic, tmp_pa
             read(source, 1)
 
 
-def test_storage_that_is_away_is_a_problem_until_it_answers(kafka, make_topic, tmp_path: Path) -> None:
+def test_storage_that_is_away_is_a_problem_until_it_answers(kafka, make_topic, tmp_path):
     topic = make_topic()
     folder = tmp_path / "mounted"
     folder.mkdir()
@@ -338,7 +325,7 @@ def test_storage_that_is_away_is_a_problem_until_it_answers(kafka, make_topic, t
         assert [value for _, value in read(source, 100)] == [*range(100)]
 
 
-def write_events(path: Path, numbers: Sequence[int], **options: Any) -> Path:
+def write_events(path, numbers, **options):
     """Write rows of partition 0 of a topic, whose offset is their number."""
     x = [[float(n), 0.0, 0.0] for n in numbers]
     table = pa.table({"x": x, "y": [n % 3 for n in numbers], "p": [0] * len(numbers), "o": list(numbers)})
@@ -349,9 +336,7 @@ def write_events(path: Path, numbers: Sequence[int], **options: Any) -> Path:
 IDENTITY = {"identity": {"partition": "p", "offset": "o"}}
 
 
-def test_rows_with_offsets_are_events_of_the_topic_and_are_read_once(
-    kafka, make_topic, produce, tmp_path: Path
-) -> None:
+def test_rows_with_offsets_are_events_of_the_topic_and_are_read_once(kafka, make_topic, produce, tmp_path):
     """The files overlap each other and the topic, and every process is killed some time."""
     topic = make_topic()
     produce(kafka.bootstrap, topic, [message(n) for n in range(12_000)])
@@ -360,7 +345,7 @@ def test_rows_with_offsets_are_events_of_the_topic_and_are_read_once(
     left = [500, 5000, 5600, 8999, 9000, 9001, 11_000]
     with opened(kafka.bootstrap, topic, tmp_path / "*.parquet", backfill=IDENTITY) as source:
 
-        def kill(rows: int) -> None:
+        def kill(rows):
             process = source._process.popen
             assert process is not None
             # A process that was killed before may have left blocks behind.
@@ -382,9 +367,7 @@ def test_rows_with_offsets_are_events_of_the_topic_and_are_read_once(
         assert read(source, 10) == [(f"{topic}:0", n) for n in range(12_000, 12_010)]
 
 
-def test_rows_of_files_reach_the_offsets_that_retention_removed_meanwhile(
-    kafka, make_topic, produce, tmp_path: Path
-) -> None:
+def test_rows_of_files_reach_the_offsets_that_retention_removed_meanwhile(kafka, make_topic, produce, tmp_path):
     topic = make_topic()
     produce(kafka.bootstrap, topic, [message(n) for n in range(30_000)])
     write_events(tmp_path / "a.parquet", [n for n in range(30_000) if n != 25_000])
@@ -394,7 +377,7 @@ def test_rows_of_files_reach_the_offsets_that_retention_removed_meanwhile(
         assert [value for _, value in read(source, 29_999)] == [n for n in range(30_000) if n != 25_000]
 
 
-def _delete_before(bootstrap: str, topic: str, offset: int) -> None:
+def _delete_before(bootstrap, topic, offset):
     admin = KafkaAdminClient(bootstrap_servers=bootstrap)
     try:
         admin.delete_records({KafkaPartition(topic, 0): offset})
@@ -402,7 +385,7 @@ def _delete_before(bootstrap: str, topic: str, offset: int) -> None:
         admin.close()
 
 
-def test_retention_that_runs_out_before_the_switch_is_a_problem(kafka, make_topic, produce, tmp_path: Path) -> None:
+def test_retention_that_runs_out_before_the_switch_is_a_problem(kafka, make_topic, produce, tmp_path):
     topic = make_topic()
     admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
     try:

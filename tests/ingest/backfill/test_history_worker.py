@@ -1,14 +1,9 @@
 """The worker with a history, against a client without Kafka."""
 
 import contextlib
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 from unittest.mock import ANY
 
 import pyarrow as pa
@@ -16,31 +11,25 @@ import pyarrow.parquet as pq
 import pytest
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.build import history_of
-from ingest.backfill.history import FileHistory
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import BrokerError
-from ingest.events.block import BlockLayout
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.events.schema import Schema
-from ingest.formats.rows import pack_rows
-from ingest.kafka.fake import FakeClient, FakePartition
-from ingest.transport.protocol import (
+from anabranch.ingest.backfill.build import history_of
+from anabranch.ingest.backfill.history import FileHistory
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.rows import pack_rows
+from anabranch.ingest.kafka.fake import FakeClient, FakePartition
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.ingest.transport.protocol import (
     BlockReady,
-    FromIngest,
     LagReport,
     PartitionsOpened,
     Release,
-    Stop,
-    receive_in_learner,
     send,
 )
-from ingest.transport.shared_ring import SharedRing
-from ingest.worker import lag_reporter, retention_watch
-from ingest.worker.block_builder import BlockBuilder
-from ingest.worker.retention_watch import RetentionWatch
-from ingest.worker.worker import IngestWorker, StoppedError
+from anabranch.ingest.worker import lag_reporter, retention_watch
+from anabranch.ingest.worker.retention_watch import RetentionWatch
+from tests.ingest.running_worker import RunningWorker
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 SCHEMA = Schema(
@@ -48,16 +37,17 @@ SCHEMA = Schema(
 )
 
 
+class Learner(RunningWorker):
+    """Releases blocks as they come."""
+
+    def take(self, message):
+        if isinstance(message, BlockReady):
+            send(self.connection, Release(message.slot))
+
+
 @contextlib.contextmanager
-def working(
-    client: FakeClient,
-    folder: Path,
-    positions: Sequence[tuple[TopicPartition, Position]] = (),
-    marks: Sequence[PartitionFingerprint] = (),
-    on_gap: str = "fail",
-    **backfill: Any,
-) -> Iterator[Callable[[Callable[[FromIngest], bool]], FromIngest]]:
-    """A worker in a thread; yields a function that returns the first message that fits, and releases blocks."""
+def working(client, folder, positions=(), marks=(), on_gap="fail", **backfill):
+    """A worker that runs; yields a function that returns the first message that fits."""
     stream = StreamSettings.model_validate(
         {
             "topics": ["events"],
@@ -66,40 +56,13 @@ def working(
             "backfill": {"files": [f"{folder}/*.parquet"], **backfill},
         }
     ).resolved("test")
-    ours, theirs = socket.socketpair()
-    connection, other = Connection(ours.detach()), Connection(theirs.detach())
-    ring = SharedRing(BlockLayout(SCHEMA), 1_000_000)
     history = history_of(stream, SCHEMA, 0)
     assert history is not None
-    assembler = BlockBuilder(SCHEMA, stream, HoldOut(fraction=0, seed=0))
-    worker = IngestWorker(stream, client, assembler, ring, other, history=history)
-
-    def run() -> None:
-        with pytest.raises(StoppedError):
-            worker.run(positions, marks)
-
-    def receive(fits: Callable[[FromIngest], bool]) -> FromIngest:
-        while True:
-            assert connection.poll(20), "the worker sent no message"
-            message = receive_in_learner(connection)
-            if isinstance(message, BlockReady):
-                send(connection, Release(message.slot))
-            if fits(message):
-                return message
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield receive
-    finally:
-        send(connection, Stop())
-        thread.join(20)
-        assert not thread.is_alive()
-        history.close()
-        ring.close()
+    with contextlib.closing(history), Learner(SCHEMA, stream, client, positions, marks, history=history) as learner:
+        yield learner.receive_until
 
 
-def covers(partition: int, end: int) -> Callable[[FromIngest], bool]:
+def covers(partition, end):
     """Return whether a message is a block that moves a partition to an offset."""
     return lambda message: (
         isinstance(message, BlockReady)
@@ -108,11 +71,9 @@ def covers(partition: int, end: int) -> Callable[[FromIngest], bool]:
 
 
 @pytest.mark.slow
-def test_a_broker_that_is_away_stops_no_history_and_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broker_that_is_away_stops_no_history_and_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
-    monkeypatch.setattr("ingest.worker.history_feed.watch_of", lambda *_: RetentionWatch({}))
+    monkeypatch.setattr("anabranch.ingest.worker.history_feed.watch_of", lambda *_: RetentionWatch({}))
     rows = 300_000
     pq.write_table(pa.table({"x": [1.0] * rows, "y": [1] * rows}), tmp_path / "a.parquet")
     topic = FakePartition()
@@ -136,15 +97,13 @@ def test_a_broker_that_is_away_stops_no_history_and_is_a_problem(
 
 
 @pytest.mark.parametrize("step", ["list_files", "plan"])
-def test_ingest_reports_while_files_are_listed_and_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    monkeypatch.setattr("ingest.worker.worker.LAG_SECONDS", 0.001)
-    monkeypatch.setattr("ingest.worker.history_feed.watch_of", lambda *_: RetentionWatch({}))
+def test_ingest_reports_while_files_are_listed_and_planned(tmp_path, monkeypatch, step):
+    monkeypatch.setattr("anabranch.ingest.worker.worker.LAG_SECONDS", 0.001)
+    monkeypatch.setattr("anabranch.ingest.worker.history_feed.watch_of", lambda *_: RetentionWatch({}))
     pq.write_table(pa.table({"x": [1.0] * 9, "y": [1] * 9}), tmp_path / "a.parquet")
     may, call = threading.Event(), getattr(FileHistory, step)
 
-    def late(*arguments: Any, **named: Any) -> Any:
+    def late(*arguments, **named):
         assert may.wait(20)
         return call(*arguments, **named)
 
@@ -157,10 +116,8 @@ def test_ingest_reports_while_files_are_listed_and_planned(
         receive(covers(0, 9))
 
 
-def test_a_learner_that_ends_while_files_are_listed_ends_ingest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ingest.worker.worker.LAG_SECONDS", 0.001)
+def test_a_learner_that_ends_while_files_are_listed_ends_ingest(tmp_path, monkeypatch):
+    monkeypatch.setattr("anabranch.ingest.worker.worker.LAG_SECONDS", 0.001)
     may = threading.Event()
     monkeypatch.setattr(FileHistory, "list_files", lambda *_, **__: may.wait(30))
     with working(FakeClient({P0: FakePartition()}), tmp_path) as receive:
@@ -169,7 +126,7 @@ def test_a_learner_that_ends_while_files_are_listed_ends_ingest(
 
 
 @pytest.mark.slow
-def test_blocks_of_several_partitions_cover_each_without_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_several_partitions_cover_each_without_a_gap(tmp_path, monkeypatch):
     """Row groups have events of both partitions, and more of them than a block has room for."""
     rows = 20_000
     columns = {
@@ -186,7 +143,7 @@ def test_blocks_of_several_partitions_cover_each_without_a_gap(tmp_path: Path, m
     covered: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
     total = 0
 
-    def collect(message: FromIngest) -> bool:
+    def collect(message):
         nonlocal total
         if isinstance(message, BlockReady):
             total += message.rows
@@ -204,7 +161,7 @@ def test_blocks_of_several_partitions_cover_each_without_a_gap(tmp_path: Path, m
         assert covered[index][-1][1] == rows + 1
 
 
-def test_files_are_read_to_their_end_though_the_topic_was_created_again(tmp_path: Path) -> None:
+def test_files_are_read_to_their_end_though_the_topic_was_created_again(tmp_path):
     columns = {"x": [1.0] * 9, "y": [1] * 9, "p": [0] * 9, "o": [*range(9)]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     identity = {"partition": "p", "offset": "o"}
@@ -222,7 +179,7 @@ def test_files_are_read_to_their_end_though_the_topic_was_created_again(tmp_path
     positions = [(file, Position(0)), (P0, Position(4))]
     covered: list[tuple[int, int, int]] = []
 
-    def is_last(message: FromIngest) -> bool:
+    def is_last(message):
         if isinstance(message, BlockReady):
             covered.extend((cover.partition, cover.start, cover.end) for cover in message.coverage)
         return len(covered) == 3
@@ -235,7 +192,7 @@ def test_files_are_read_to_their_end_though_the_topic_was_created_again(tmp_path
     assert covered == [(1, 4, 9), (0, 0, 1), (2, 0, 1)]
 
 
-def test_files_of_a_partition_that_the_topic_has_no_more_are_read_to_their_end(tmp_path: Path) -> None:
+def test_files_of_a_partition_that_the_topic_has_no_more_are_read_to_their_end(tmp_path):
     columns = {"x": [1.0] * 9, "y": [1] * 9, "p": [1] * 9, "o": [*range(9)]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     identity = {"partition": "p", "offset": "o"}
@@ -256,18 +213,18 @@ def test_files_of_a_partition_that_the_topic_has_no_more_are_read_to_their_end(t
 
 
 @pytest.mark.parametrize("error", [BrokerError("it is away"), SettingsError("kafka-python has no such property")])
-def test_retention_is_unknown_where_the_broker_shows_none(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(_: object) -> None:
+def test_retention_is_unknown_where_the_broker_shows_none(monkeypatch, error):
+    def fail(_):
         raise error
 
-    monkeypatch.setattr("ingest.kafka.topic_inspector.Inspector", fail)
+    monkeypatch.setattr("anabranch.ingest.kafka.topic_inspector.Inspector", fail)
     stream = StreamSettings.model_validate({"topics": ["events"]})
     watch = retention_watch.watch_of(FakeClient({P0: FakePartition()}), stream, {P0: 0}, 0)
     assert watch._first is None
 
 
 @pytest.mark.process
-def test_without_a_history_ingest_loads_neither_pyarrow_nor_obstore_nor_a_kafka_client() -> None:
-    code = "import ingest.__main__, sys; print(sorted({'pyarrow', 'obstore', 'kafka'} & set(sys.modules)))"
+def test_without_a_history_ingest_loads_neither_pyarrow_nor_obstore_nor_a_kafka_client():
+    code = "import anabranch.ingest.__main__, sys; print(sorted({'pyarrow', 'obstore', 'kafka'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

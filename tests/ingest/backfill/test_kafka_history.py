@@ -2,10 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.kafka_history import KafkaHistory
-from ingest.backfill.kafka_index import KafkaIndex
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.events.schema import Schema
+from anabranch.ingest.backfill.kafka_history import KafkaHistory
+from anabranch.ingest.backfill.kafka_index import KafkaIndex
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
 
 SCHEMA = Schema(
     SchemaSettings.model_validate({"features": {"x": {"dtype": "float64"}}, "label": {"name": "y", "classes": 3}})
@@ -30,7 +27,7 @@ Event = tuple[int, int]
 """Partition and offset."""
 
 
-def write(path: Path, events: Sequence[Event], topic: str = "events", **options: Any) -> Path:
+def write(path, events, topic="events", **options):
     table = pa.table(
         {
             "x": pa.array([float(1000 * partition + offset) for partition, offset in events], pa.float64()),
@@ -44,12 +41,12 @@ def write(path: Path, events: Sequence[Event], topic: str = "events", **options:
     return path
 
 
-def history(pattern: Path | str, **backfill: Any) -> KafkaHistory:
+def history(pattern, **backfill):
     stream = {"topics": ["events"], "backfill": {"files": [str(pattern)], "identity": IDENTITY, **backfill}}
     return KafkaHistory(StreamSettings.model_validate(stream), SCHEMA)
 
 
-def read(source: KafkaHistory, most: int = 10**9) -> list[Event]:
+def read(source, most=10**9):
     """Read at most so many chunks; checks rows against their identity."""
     found: list[Event] = []
     while not source.done and most > 0:
@@ -65,14 +62,14 @@ def read(source: KafkaHistory, most: int = 10**9) -> list[Event]:
     return found
 
 
-def rising(found: Sequence[Event]) -> bool:
+def rising(found):
     return all(
         [offset for p, offset in found if p == partition] == sorted({offset for p, offset in found if p == partition})
         for partition in (0, 1)
     )
 
 
-def test_the_topic_is_read_from_the_first_offset_that_no_file_has(tmp_path: Path) -> None:
+def test_the_topic_is_read_from_the_first_offset_that_no_file_has(tmp_path):
     write(tmp_path / "a.parquet", [(0, n) for n in range(100)], row_group_size=30)
     source = history(tmp_path / "*.parquet")
     source.list_files(None)
@@ -81,7 +78,7 @@ def test_the_topic_is_read_from_the_first_offset_that_no_file_has(tmp_path: Path
     assert read(source) == [(0, n) for n in range(100)]
 
 
-def test_the_files_are_indexed_once_for_all_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_are_indexed_once_for_all_plans(tmp_path, monkeypatch):
     """At the switch, where thousands of files would be opened again."""
     write(tmp_path / "a.parquet", [(0, n) for n in range(100)])
     indexed, make = [], KafkaIndex._groups
@@ -95,15 +92,13 @@ def test_the_files_are_indexed_once_for_all_plans(tmp_path: Path, monkeypatch: p
     assert indexed == [0]
 
 
-def test_a_restart_reads_the_offsets_of_several_partitions_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_reads_the_offsets_of_several_partitions_at_once(tmp_path, monkeypatch):
     """In an object store, thousands of files would be read one after another."""
     write(tmp_path / "a.parquet", [(0, n) for n in range(100)])
     write(tmp_path / "b.parquet", [(1, n) for n in range(100)])
     both, read_group = threading.Barrier(2, timeout=20), KafkaIndex.read
 
-    def read_together(self: KafkaIndex, *arguments: Any, **options: Any) -> Any:
+    def read_together(self, *arguments, **options):
         both.wait()
         return read_group(self, *arguments, **options)
 
@@ -125,9 +120,7 @@ def test_a_restart_reads_the_offsets_of_several_partitions_at_once(
         (150, [*range(40), *range(41, 100)]),
     ],
 )
-def test_an_offset_that_no_file_has_is_read_from_the_topic_if_it_is_still_there(
-    tmp_path: Path, log_start: int, read_from_files: Sequence[int]
-) -> None:
+def test_an_offset_that_no_file_has_is_read_from_the_topic_if_it_is_still_there(tmp_path, log_start, read_from_files):
     write(tmp_path / "a.parquet", [(0, n) for n in range(100) if n != 40])
     source = history(tmp_path / "*.parquet")
     source.list_files(None)
@@ -135,7 +128,7 @@ def test_an_offset_that_no_file_has_is_read_from_the_topic_if_it_is_still_there(
     assert read(source) == [(0, n) for n in read_from_files]
 
 
-def test_offsets_before_the_files_are_read_from_the_topic(tmp_path: Path) -> None:
+def test_offsets_before_the_files_are_read_from_the_topic(tmp_path):
     """Then the topic has all that the files have."""
     write(tmp_path / "a.parquet", [(0, n) for n in range(50, 100)])
     source = history(tmp_path / "*.parquet")
@@ -144,7 +137,7 @@ def test_offsets_before_the_files_are_read_from_the_topic(tmp_path: Path) -> Non
     assert read(source) == []
 
 
-def test_from_latest_on_the_files_come_without_a_gap(tmp_path: Path) -> None:
+def test_from_latest_on_the_files_come_without_a_gap(tmp_path):
     write(tmp_path / "a.parquet", [(0, n) for n in range(50, 100)])
     source = history(tmp_path / "*.parquet")
     source.list_files(None)
@@ -152,7 +145,7 @@ def test_from_latest_on_the_files_come_without_a_gap(tmp_path: Path) -> None:
     assert read(source) == [(0, n) for n in range(50, 100)]
 
 
-def test_files_in_no_order_that_overlap_are_merged(tmp_path: Path) -> None:
+def test_files_in_no_order_that_overlap_are_merged(tmp_path):
     """Sinks name files by their first offset without leading zeros, and write a part again after a crash."""
     both = [(p, n) for n in range(100) for p in (0, 1)]
     write(tmp_path / "events+9.parquet", [(0, n) for n in range(9, 60)], row_group_size=7)
@@ -174,9 +167,7 @@ _FEW_GROUPS = 8
 @pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 9))
-def test_any_files_and_any_restarts_give_each_offset_once(
-    tmp_path_factory: Any, seed: int, files: int, group_rows: int
-) -> None:
+def test_any_files_and_any_restarts_give_each_offset_once(tmp_path_factory, seed, files, group_rows):
     choose = random.Random(seed)
     folder = tmp_path_factory.mktemp("files")
     topic = {(p, n) for p in (0, 1) for n in range(60) if choose.random() < 0.95}
@@ -226,7 +217,7 @@ def test_any_files_and_any_restarts_give_each_offset_once(
     assert expected <= set(found)
 
 
-def refused(tmp_path: Path, write_files: Callable[[], object], ends: Mapping[TopicPartition, int]) -> str:
+def refused(tmp_path, write_files, ends):
     write_files()
     source = history(tmp_path / "*.parquet")
     source.list_files(None)
@@ -235,7 +226,7 @@ def refused(tmp_path: Path, write_files: Callable[[], object], ends: Mapping[Top
     return str(raised.value)
 
 
-def test_rows_that_no_topic_has_are_refused(tmp_path: Path) -> None:
+def test_rows_that_no_topic_has_are_refused(tmp_path):
     path = tmp_path / "a.parquet"
     why = refused(tmp_path, lambda: write(path, [(0, 1)], topic="others"), {P0: 9})
     assert "rows of others[0], which is none of the partitions of stream.topics" in why
@@ -245,7 +236,7 @@ def test_rows_that_no_topic_has_are_refused(tmp_path: Path) -> None:
     assert "have events[0]@50, and the topic ends at 8: it was created again" in why
 
 
-def test_columns_that_name_no_offset_are_refused(tmp_path: Path) -> None:
+def test_columns_that_name_no_offset_are_refused(tmp_path):
     path = tmp_path / "a.parquet"
     good = {"x": [1.0], "y": [0], "t": ["events"], "p": [0], "o": [1]}
     for changed, sentence in (
@@ -259,7 +250,7 @@ def test_columns_that_name_no_offset_are_refused(tmp_path: Path) -> None:
         assert sentence in why
 
 
-def test_files_whose_offsets_are_all_mixed_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
+def test_files_whose_offsets_are_all_mixed_are_refused_before_they_fill_the_memory(tmp_path):
     events = [(0, n) for n in range(700)]
     random.Random(0).shuffle(events)
     write(tmp_path / "a.parquet", events, row_group_size=7)
@@ -270,7 +261,7 @@ def test_files_whose_offsets_are_all_mixed_are_refused_before_they_fill_the_memo
         read(source)
 
 
-def test_the_only_topic_needs_no_column(tmp_path: Path) -> None:
+def test_the_only_topic_needs_no_column(tmp_path):
     write(tmp_path / "a.parquet", [(0, n) for n in range(10)])
     source = history(tmp_path / "*.parquet", identity={"partition": "p", "offset": "o"})
     source.list_files(None)

@@ -2,40 +2,36 @@
 
 import hashlib
 import re
-import threading
-from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 from obstore.store import LocalStore
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill import files
-from ingest.backfill.files import FileMark
-from ingest.backfill.object_store import ObjectStoreFiles
-from ingest.errors import HistoryAwayError, HistoryError
+from anabranch.ingest.backfill import files
+from anabranch.ingest.backfill.files import FileMark
+from anabranch.ingest.backfill.object_store import ObjectStoreFiles
+from anabranch.ingest.errors import HistoryAwayError, HistoryError
 from tests.ingest.backfill.test_history import begun, jsonl, numbers, parquet, read, read_until_error
+from tests.support.http_server import Handler, serving
 
 
-class Web(BaseHTTPRequestHandler):
+class Web(Handler):
     """Serves the files of a folder, with ranges, etags and `If-Match`; answers 503 while `away`."""
 
     away = False
 
-    def __init__(self, folder: Path, *arguments: Any) -> None:
+    def __init__(self, folder, *arguments):
         self._folder = folder
         super().__init__(*arguments)
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self._answer(body=False)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._answer(body=True)
 
-    def _answer(self, *, body: bool) -> None:
+    def _answer(self, *, body):
         path = self._folder / self.path.lstrip("/")
         if Web.away or not path.is_file():
             self.send_error(503 if Web.away else 404)
@@ -57,30 +53,23 @@ class Web(BaseHTTPRequestHandler):
         if body:
             self.wfile.write(part)
 
-    def log_message(self, *arguments: Any) -> None:
-        """Write nothing."""
-
 
 @pytest.fixture
-def web(tmp_path: Path) -> Iterator[str]:
+def web(tmp_path):
     """The URL of a web server that serves `tmp_path`."""
     Web.away = False
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Web, tmp_path)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(partial(Web, tmp_path)) as url:
+        yield url
 
 
-def test_files_of_a_web_server_are_read_by_ranges(tmp_path: Path, web: str) -> None:
+def test_files_of_a_web_server_are_read_by_ranges(tmp_path, web):
     parquet(tmp_path / "a.parquet", range(5000), row_group_size=1000)
     jsonl(tmp_path / "b.jsonl", range(5000, 6000))
     source = begun(f"{web}/a.parquet", f"{web}/b.jsonl")
     assert numbers(read(source)) == [*range(6000)]
 
 
-def test_files_of_a_store_share_its_client() -> None:
+def test_files_of_a_store_share_its_client():
     settings = files.BackfillSettings(files=("s3://bucket/a.parquet",))
     store = files.store_of("s3://bucket/y=1/a.parquet", settings)
     assert store is files.store_of("s3://bucket/b.parquet", settings)
@@ -90,7 +79,7 @@ def test_files_of_a_store_share_its_client() -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_changes_on_the_server_is_refused_while_it_is_read(tmp_path: Path, web: str) -> None:
+def test_a_file_that_changes_on_the_server_is_refused_while_it_is_read(tmp_path, web):
     jsonl(tmp_path / "a.jsonl", range(30_000))
     store = files.store_of(f"{web}/a.jsonl", begun(f"{web}/a.jsonl")._settings)
     (mark,) = store.matching(f"{web}/a.jsonl")
@@ -101,7 +90,7 @@ def test_a_file_that_changes_on_the_server_is_refused_while_it_is_read(tmp_path:
             file.read()
 
 
-def test_a_missing_file_is_no_match_and_a_server_that_is_away_is_no_missing_file(tmp_path: Path, web: str) -> None:
+def test_a_missing_file_is_no_match_and_a_server_that_is_away_is_no_missing_file(tmp_path, web):
     with pytest.raises(SettingsError, match="no file matches"):
         begun(f"{web}/none.parquet")
     parquet(tmp_path / "a.parquet", range(10))
@@ -115,30 +104,28 @@ def test_a_missing_file_is_no_match_and_a_server_that_is_away_is_no_missing_file
 
 
 @pytest.mark.slow
-def test_errors_of_a_server_pass_through_the_reader_of_parquet(
-    tmp_path: Path, web: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_a_server_pass_through_the_reader_of_parquet(tmp_path, web, monkeypatch):
     """They come out of threads of pyarrow."""
     parquet(tmp_path / "a.parquet", range(200_000), row_group_size=50_000)
     source = begun(f"{web}/a.parquet")
 
-    def away(*_: Any) -> None:
+    def away(*_):
         raise HistoryAwayError("the server is away")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ingest.backfill.object_store._Ranges.readinto", away)
+        patch.setattr("anabranch.ingest.backfill.object_store._Ranges.readinto", away)
         with pytest.raises(HistoryAwayError, match="the server is away"):
             read_until_error(source)
     assert numbers(read(source)) == [*range(200_000)]
 
 
-def test_globs_match_objects_as_they_match_files(tmp_path: Path) -> None:
+def test_globs_match_objects_as_they_match_files(tmp_path):
     for name in ("y=1/a.parquet", "y=1/b.parquet", "y=2/a.parquet", "y=2/deep/c.parquet", "other/a.parquet", "a.csv"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     store = ObjectStoreFiles("s3://bucket/", LocalStore(tmp_path))
 
-    def matching(pattern: str) -> list[str]:
+    def matching(pattern):
         return [mark.name.removeprefix("s3://bucket/") for mark in store.matching(f"s3://bucket/{pattern}")]
 
     assert matching("y=*/*.parquet") == ["y=1/a.parquet", "y=1/b.parquet", "y=2/a.parquet"]
@@ -156,15 +143,13 @@ def test_globs_match_objects_as_they_match_files(tmp_path: Path) -> None:
         ("s3://bucket/a.parquet", {"nonsense": "1"}, "'nonsense' is not valid for store 'S3'"),
     ],
 )
-def test_urls_and_options_that_obstore_does_not_have_are_one_sentence(
-    url: str, options: dict[str, str], why: str
-) -> None:
+def test_urls_and_options_that_obstore_does_not_have_are_one_sentence(url, options, why):
     with pytest.raises(SettingsError, match=f"stream.backfill.files: .*{why}"):
         ObjectStoreFiles.of(url, options)
 
 
-def test_a_url_without_obstore_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "ingest.backfill.object_store", None)
+def test_a_url_without_obstore_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "anabranch.ingest.backfill.object_store", None)
     settings = files.BackfillSettings(files=("s3://bucket/a.parquet",))
     with pytest.raises(SettingsError, match=r"s3://bucket/a.parquet needs obstore: pip install 'anabranch\[storage\]'"):
         files.store_of("s3://bucket/a.parquet", settings)

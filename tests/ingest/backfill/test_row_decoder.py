@@ -2,26 +2,24 @@
 
 import math
 from decimal import Decimal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from ingest.backfill.row_decoder import RowDecoder
-from ingest.config import SchemaSettings
-from ingest.events.encoders import hash_texts
-from ingest.events.schema import Schema
+from anabranch.ingest.backfill.row_decoder import RowDecoder
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
 from tests.support.tokenizer import write_tokenizer
 
 
-def decoder(time: str | None = None, **features: dict[str, Any]) -> RowDecoder:
+def decoder(time=None, **features):
     described = {"features": features, "label": {"name": "y", "classes": 3}}
     return RowDecoder(Schema(SchemaSettings.model_validate(described)), time, 1_000_000)
 
 
-def test_rows_of_a_slice_are_those_of_a_copy_of_it() -> None:
+def test_rows_of_a_slice_are_those_of_a_copy_of_it():
     table = pa.table(
         {
             "fixed": pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]], pa.list_(pa.float32(), 2)),
@@ -45,14 +43,14 @@ def test_rows_of_a_slice_are_those_of_a_copy_of_it() -> None:
         np.testing.assert_array_equal(sliced.columns[name], column, err_msg=name)
 
 
-def test_finite_numbers_are_accepted_whose_sum_is_not_finite() -> None:
+def test_finite_numbers_are_accepted_whose_sum_is_not_finite():
     largest = float(np.finfo(np.float32).max)
     table = pa.table({"x": pa.array([largest, largest, -largest], pa.float32()), "y": [0, 1, 2]})
     decoded = decoder(x={"dtype": "float32"}).decode(table)
     assert (len(decoded.message), list(decoded.rejects)) == (3, [])
 
 
-def test_infinities_that_cancel_out_are_rejected() -> None:
+def test_infinities_that_cancel_out_are_rejected():
     table = pa.table({"x": pa.array([math.inf, 1.0, -math.inf], pa.float32()), "y": [0, 1, 2]})
     decoded = decoder(x={"dtype": "float32"}).decode(table)
     assert (decoded.message.tolist(), [reject.message for reject in decoded.rejects]) == ([1], [0, 2])
@@ -67,12 +65,12 @@ def test_infinities_that_cancel_out_are_rejected() -> None:
         ([1.5, 1e300, -1e300], [1500, 2**62, 0]),
     ],
 )
-def test_times_that_are_no_times_are_none(seconds: list[float | None], expected: list[int]) -> None:
+def test_times_that_are_no_times_are_none(seconds, expected):
     table = pa.table({"at": pa.array(seconds, pa.float64())})
     assert decoder("at", x={"dtype": "float32"}).times_ms(table).tolist() == expected
 
 
-def test_rows_with_a_text_that_is_too_long_are_rejected_and_their_letter_is_short() -> None:
+def test_rows_with_a_text_that_is_too_long_are_rejected_and_their_letter_is_short():
     reader = decoder(word={"dtype": "string", "encode": {"hash": 9}})
     table = pa.table({"word": ["a", "b" * 1_000_001, None, "c" * 1_000_000], "y": [0, 1, 2, 1]})
     decoded = reader.decode(table)
@@ -81,7 +79,7 @@ def test_rows_with_a_text_that_is_too_long_are_rejected_and_their_letter_is_shor
     assert len(reader.text(table, 1)) < 1_000_100
 
 
-def test_a_text_that_the_tokenizer_cannot_encode_is_rejected_alone(tmp_path: Path) -> None:
+def test_a_text_that_the_tokenizer_cannot_encode_is_rejected_alone(tmp_path):
     backtracks = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     path = write_tokenizer(tmp_path / "tokenizer.json", pre_tokenizer=backtracks)
     reader = decoder(word={"dtype": "string", "encode": {"tokenizer": str(path), "length": 4}})
@@ -91,11 +89,11 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_rejected_alone(tmp_path: Pat
     assert decoded.rejects[0].reason.startswith("the tokenizer cannot encode a text: ")
 
 
-def test_a_row_that_makes_the_decoder_raise_is_rejected_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_makes_the_decoder_raise_is_rejected_alone(monkeypatch):
     reader = decoder(word={"dtype": "string", "encode": {"hash": 9}})
     sound = RowDecoder.decode
 
-    def decode(self: RowDecoder, table: Any) -> Any:
+    def decode(self, table):
         if "poison" in table.column("word").to_pylist():
             raise KeyError("poison")
         return sound(self, table)
@@ -106,7 +104,7 @@ def test_a_row_that_makes_the_decoder_raise_is_rejected_alone(monkeypatch: pytes
     assert decoded.rejects == [(1, 0, "internal: KeyError: 'poison'")]
 
 
-def test_decimals_are_the_numbers_that_they_are() -> None:
+def test_decimals_are_the_numbers_that_they_are():
     amounts = [Decimal("1.25"), None, Decimal("-3.50"), Decimal("1e10")]
     whole = [Decimal(2**63 - 1), Decimal(5), Decimal(2**63), Decimal(-(2**63))]
     table = pa.table(
@@ -143,7 +141,7 @@ def test_decimals_are_the_numbers_that_they_are() -> None:
     assert decoded.columns["key_hash"].tolist() == hash_texts([b"7", b"8", str(2**70).encode()]).tolist()
 
 
-def test_a_fraction_is_no_whole_number() -> None:
+def test_a_fraction_is_no_whole_number():
     kind = pa.table({"x": pa.array([Decimal("1.5")], pa.decimal128(12, 2)), "y": [0]}).schema
     assert decoder(x={"dtype": "int64"}).problem(kind) == "its column x is of Arrow type decimal128(12, 2), not int64"
 
@@ -156,7 +154,7 @@ def test_a_fraction_is_no_whole_number() -> None:
         ([True, False, None, True], [1, 0, None, 1], []),
     ],
 )
-def test_a_class_may_be_a_float_or_true_in_a_file(labels: list[Any], found: list[Any], rejected: list[int]) -> None:
+def test_a_class_may_be_a_float_or_true_in_a_file(labels, found, rejected):
     table = pa.table({"x": [1.0] * 4, "y": labels})
     described = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2 if True in labels else 3}}
     reader = RowDecoder(Schema(SchemaSettings.model_validate(described)), None, 1000)

@@ -2,17 +2,16 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from anabranch.commands.event_files.files import open_source
 from anabranch.core.errors import SettingsError
-from ingest.backfill.history import FileHistory
-from ingest.backfill_settings import BackfillSettings
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
+from anabranch.ingest.backfill.history import FileHistory
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.backfill import BackfillSettings
+from anabranch.ingest.settings.stream import SchemaSettings
 from tests.ingest.backfill.test_history import read
 
 SCHEMA = Schema(
@@ -23,7 +22,7 @@ PLAIN = b"\n".join(LINES) + b"\n"
 MARK = b"\xef\xbb\xbf"
 
 
-def by_history(path: Path) -> list[float]:
+def by_history(path):
     settings = BackfillSettings.model_validate({"files": [str(path)], "format": "jsonl"})
     history = FileHistory(settings, SCHEMA, seed=0, longest=1000)
     history.list_files(None)
@@ -33,7 +32,7 @@ def by_history(path: Path) -> list[float]:
     return [float(x) for rows in found for x in rows.decoded.columns["feature.x"]]
 
 
-def by_commands(path: Path) -> list[float]:
+def by_commands(path):
     with open_source(path, "jsonl", None, SCHEMA, checked=True) as source:
         return [json.loads(record.content)["x"] for record in source if isinstance(record.content, bytes)]
 
@@ -53,10 +52,8 @@ def by_commands(path: Path) -> list[float]:
     ],
 )
 @pytest.mark.parametrize("count_bytes", [1, 7, 1 << 20])
-def test_a_file_has_the_same_events_for_both(
-    tmp_path: Path, content: bytes, count_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ingest.backfill.jsonl_file._COUNT_BYTES", count_bytes)
+def test_a_file_has_the_same_events_for_both(tmp_path, content, count_bytes, monkeypatch):
+    monkeypatch.setattr("anabranch.ingest.backfill.jsonl_file._COUNT_BYTES", count_bytes)
     path = tmp_path / "a.json.data"
     path.write_bytes(content)
     assert by_history(path) == by_commands(path) == [float(n) for n in range(9)]
@@ -76,7 +73,7 @@ def test_a_file_has_the_same_events_for_both(
         (b"PAR1\x15\x04", "it is Parquet"),
     ],
 )
-def test_a_file_that_has_no_json_lines_is_refused_for_what_it_is(tmp_path: Path, content: bytes, sentence: str) -> None:
+def test_a_file_that_has_no_json_lines_is_refused_for_what_it_is(tmp_path, content, sentence):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     for read_it in (by_history, by_commands):
@@ -84,7 +81,7 @@ def test_a_file_that_has_no_json_lines_is_refused_for_what_it_is(tmp_path: Path,
             read_it(path)
 
 
-def test_one_torn_line_is_no_reason_to_refuse_a_file(tmp_path: Path) -> None:
+def test_one_torn_line_is_no_reason_to_refuse_a_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"x": \n' + PLAIN)
     with open_source(path, "jsonl", None, SCHEMA, checked=True) as source:
@@ -95,7 +92,7 @@ def test_one_torn_line_is_no_reason_to_refuse_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "known"), [("a.jsonl.gz", True), ("a.ndjson.gz", True), ("a.parquet.gz", False)])
-def test_a_suffix_of_gzip_is_one_of_json_lines(name: str, *, known: bool) -> None:
+def test_a_suffix_of_gzip_is_one_of_json_lines(name, *, known):
     if known:
         assert BackfillSettings(files=(name,)).format_of(name) == "jsonl"
     else:

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.events.encoders import encoder_of, hash_texts
-from ingest.feature_settings import HashBuckets, Vocabulary
+from anabranch.ingest.events.encoders import encoder_of, hash_texts
+from anabranch.ingest.settings.features import HashBuckets, Vocabulary
 
 ENCODERS = [
     pytest.param(Vocabulary(vocab=("red", "", "grün")), id="vocabulary"),

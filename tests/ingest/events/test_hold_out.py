@@ -3,20 +3,19 @@
 import numpy as np
 
 from anabranch.core.stream_secret import StreamSecret
-from ingest.config import HoldOut
-from ingest.events.block import Array
-from ingest.events.hold_out import held_out, shuffle_seed
-from learner.config import GateSettings
+from anabranch.ingest.events.hold_out import held_out, shuffle_seed
+from anabranch.ingest.settings.stream import HoldOut
+from anabranch.learner.settings.learner import GateSettings
 
 HALF = HoldOut(fraction=0.5, seed=3)
 N = 64
 
 
-def columns(key: Array, group: Array) -> dict[str, Array]:
+def columns(key, group):
     return {"offset": np.arange(N), "row": np.zeros(N, np.int32), "key_hash": key, "group_hash": group}
 
 
-def test_each_event_is_decided_by_its_group_else_its_key_else_itself() -> None:
+def test_each_event_is_decided_by_its_group_else_its_key_else_itself():
     base, none = np.full(N, 7, np.uint64), np.zeros(N, np.uint64)
     key, group = np.full(N, 11, np.uint64), np.full(N, 12, np.uint64)
     kind = np.arange(N) % 3
@@ -29,7 +28,7 @@ def test_each_event_is_decided_by_its_group_else_its_key_else_itself() -> None:
     assert (len(set(by_key.tolist())), len(set(by_group.tolist()))) == (1, 1)
 
 
-def test_with_another_secret_other_keys_are_held_out() -> None:
+def test_with_another_secret_other_keys_are_held_out():
     keys = np.arange(1, 100_001, dtype=np.uint64)
     none, row = np.zeros(len(keys), np.uint64), np.zeros(len(keys), np.int32)
     events = {"offset": np.arange(len(keys)), "row": row, "key_hash": keys, "group_hash": none}
@@ -41,7 +40,7 @@ def test_with_another_secret_other_keys_are_held_out() -> None:
     assert (first & second).sum() < 40, "of 1,000, ten are held out under both by chance"
 
 
-def test_the_order_of_rows_in_files_reveals_nothing_of_the_secret() -> None:
+def test_the_order_of_rows_in_files_reveals_nothing_of_the_secret():
     seeds = {shuffle_seed(HoldOut(fraction=0, seed=seed)) for seed in (0, 1, 2**127)}
     assert len(seeds) == 3
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from ingest.events.key_forms import PLAIN, form_of
+from anabranch.ingest.events.key_forms import PLAIN, form_of
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ from ingest.events.key_forms import PLAIN, form_of
         (b"\xff\xfe\x00", "bytes that are no text"),
     ],
 )
-def test_the_form_of_a_key_is_named(key: bytes, form: str) -> None:
+def test_the_form_of_a_key_is_named(key, form):
     assert form_of(key) == form

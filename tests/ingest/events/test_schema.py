@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
 
 LABEL = {"name": "y", "classes": 10}
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cloudevents.core.bindings.kafka import KafkaMessage, to_binary_event, to_structured_event
+from cloudevents.core.bindings.kafka import to_binary_event, to_structured_event
 from cloudevents.core.v1.event import CloudEvent
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.events.schema import Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers
-from ingest.formats.envelopes.cloud_events import binary_headers
-from ingest.formats.registry import make_format
-from ingest.formats.rows import pack_rows
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Headers
+from anabranch.ingest.formats.envelopes.cloud_events import binary_headers
+from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.formats.rows import pack_rows
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
 
 SCHEMA = Schema(
     SchemaSettings.model_validate(
@@ -27,26 +27,26 @@ ATTRIBUTES = {"id": "1", "source": "/orders", "type": "order.paid", "specversion
 EVENT = {"x": [0.5, -1.0], "y": 2}
 
 
-def decode(messages: list[tuple[bytes, Headers]], form: str = "json") -> Decoded:
+def decode(messages, form="json"):
     stream = StreamSettings.model_validate({"topics": ["t"], "format": form, "envelope": "cloudevents"})
     return make_format(stream, SCHEMA).decode([value for value, _ in messages], [own for _, own in messages])
 
 
-def message(made: KafkaMessage) -> tuple[bytes, Headers]:
+def message(made):
     assert isinstance(made.value, bytes)
     return made.value, list(made.headers.items())
 
 
-def structured(**changes: Any) -> bytes:
+def structured(**changes):
     fields = {**ATTRIBUTES, "data": EVENT, **changes}
     return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
 
 
-def event_of(data: Any, content_type: str = "application/json") -> CloudEvent:
+def event_of(data, content_type="application/json"):
     return CloudEvent({**ATTRIBUTES, "datacontenttype": content_type}, data)
 
 
-def test_both_modes_of_the_sdk_are_read() -> None:
+def test_both_modes_of_the_sdk_are_read():
     made = [message(write(event_of(EVENT))) for write in (to_structured_event, to_binary_event)]
     decoded = decode([*made, (structured(), ())])
     assert decoded.rejects == []
@@ -54,7 +54,7 @@ def test_both_modes_of_the_sdk_are_read() -> None:
     assert decoded.columns["label"].tolist() == [2, 2, 2]
 
 
-def test_packed_rows_are_read_in_both_modes() -> None:
+def test_packed_rows_are_read_in_both_modes():
     rows = pack_rows(SCHEMA, [EVENT, {"x": [1, 2], "y": 0}])
     event = event_of(rows, "application/octet-stream")
     decoded = decode([message(to_structured_event(event)), message(to_binary_event(event))], "rows")
@@ -83,7 +83,7 @@ def test_packed_rows_are_read_in_both_modes() -> None:
         ),
     ],
 )
-def test_a_message_that_is_no_event_is_rejected_alone(value: bytes, headers: Headers, reason: str) -> None:
+def test_a_message_that_is_no_event_is_rejected_alone(value, headers, reason):
     good = json.dumps(EVENT).encode(), binary_headers()
     decoded = decode([good, (value, headers), good])
     assert decoded.message.tolist() == [0, 2]
@@ -94,12 +94,12 @@ def test_a_message_that_is_no_event_is_rejected_alone(value: bytes, headers: Hea
     assert len(said) < 400
 
 
-def test_headers_without_a_value_count_for_nothing() -> None:
+def test_headers_without_a_value_count_for_nothing():
     nulls: Any = [("content-type", None), ("ce_specversion", None), ("ce_id", None)]
     assert decode([(structured(), nulls), (json.dumps(EVENT).encode(), [*nulls, *binary_headers()])]).rejects == []
 
 
-def test_data_that_does_not_fit_the_schema_is_rejected_by_the_format() -> None:
+def test_data_that_does_not_fit_the_schema_is_rejected_by_the_format():
     decoded = decode(
         [(structured(data={"x": [1, 2, 3], "y": 0}), ()), (structured(data="text"), ()), (structured(), ())]
     )
@@ -109,7 +109,7 @@ def test_data_that_does_not_fit_the_schema_is_rejected_by_the_format() -> None:
 
 
 @given(st.lists(st.sampled_from(["structured", "binary", "base64", "none", "bad"])))
-def test_events_keep_their_messages_in_any_mixture(kinds: list[str]) -> None:
+def test_events_keep_their_messages_in_any_mixture(kinds):
     body = json.dumps(EVENT).encode()
     ways: dict[str, tuple[bytes, Headers]] = {
         "structured": (structured(), [("Content-Type", b"Application/CloudEvents+JSON; charset=utf-8")]),

@@ -4,9 +4,8 @@ The registry is the `mock://` one of confluent-kafka, which gives schemas number
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from confluent_kafka.schema_registry import (
@@ -19,13 +18,12 @@ from confluent_kafka.schema_registry.json_schema import JSONSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
-from ingest.config import StreamSettings
-from ingest.formats.base import Decoded
-from ingest.formats.registry import make_format
-from ingest.registry_settings import RegistrySettings
-from ingest.schema_registry.cache import WriterSchemas
-from ingest.schema_registry.message_ids import HEADER
-from ingest.schema_registry.writer_schema import Reference, SchemaKind, WriterSchema
+from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.schema_registry.cache import WriterSchemas
+from anabranch.ingest.schema_registry.message_ids import HEADER
+from anabranch.ingest.schema_registry.writer_schema import Reference, SchemaKind, WriterSchema
+from anabranch.ingest.settings.registry import RegistrySettings
+from anabranch.ingest.settings.stream import StreamSettings
 from tests.ingest.conftest import make_schema
 from tests.support.protobuf import message_class
 
@@ -64,13 +62,13 @@ EVOLUTIONS = {
 }
 
 
-def _avro(registry: Any, fields: Fields, options: dict[str, Any]) -> Callable[..., Any]:
+def _avro(registry, fields, options):
     described = [{"name": name, "type": kind} for name, kind in fields.items()]
     text = json.dumps({"type": "record", "name": "Payment", "fields": described})
     return AvroSerializer(registry, text, conf=options)
 
 
-def _protobuf(registry: Any, fields: Fields, options: dict[str, Any]) -> Callable[..., Any]:
+def _protobuf(registry, fields, options):
     kinds = {"int": "int64", "float": "double", "string": "string"}
     declared = " ".join(f"{kinds[kind]} {name} = {number};" for number, (name, kind) in enumerate(fields.items(), 1))
     payment = message_class(f'syntax = "proto3"; message Other {{}} message Payment {{ {declared} }}', "Payment")
@@ -78,7 +76,7 @@ def _protobuf(registry: Any, fields: Fields, options: dict[str, Any]) -> Callabl
     return lambda event, context: serializer(payment(**event), context)
 
 
-def _json(registry: Any, fields: Fields, options: dict[str, Any]) -> Callable[..., Any]:
+def _json(registry, fields, options):
     kinds = {"int": "integer", "float": "number", "string": "string"}
     properties = {name: {"type": kinds[kind]} for name, kind in fields.items()}
     text = {"title": "Payment", "type": "object", "properties": properties, "required": list(fields)}
@@ -88,7 +86,7 @@ def _json(registry: Any, fields: Fields, options: dict[str, Any]) -> Callable[..
 SERIALIZERS = {"avro": _avro, "protobuf": _protobuf, "json-schema": _json}
 
 
-def _number_in_header(payload: bytes, context: Any, schema_id: Any) -> bytes:
+def _number_in_header(payload, context, schema_id):
     context.headers.append(("__value_schema_id", schema_id.id_to_bytes()))
     return payload
 
@@ -103,35 +101,35 @@ POSITIONS = {
 class MockClient:
     """Reads schemas of confluent-kafka's `mock://` registry."""
 
-    def __init__(self, registry: Any) -> None:
+    def __init__(self, registry):
         self._registry = registry
 
-    def schema(self, schema_id: int | str) -> WriterSchema:
+    def schema(self, schema_id):
         by_number = isinstance(schema_id, int)
         found = (self._registry.get_schema if by_number else self._registry.get_schema_by_guid)(schema_id)
         return self._writer_schema(schema_id, found)
 
-    def newest(self, subject: str) -> WriterSchema:
+    def newest(self, subject):
         return self._writer_schema(subject, self._registry.get_latest_version(subject).schema)
 
-    def _writer_schema(self, schema_id: int | str, found: Any) -> WriterSchema:
+    def _writer_schema(self, schema_id, found):
         kinds: dict[str, SchemaKind] = {"AVRO": "avro", "PROTOBUF": "protobuf", "JSON": "json-schema"}
         return WriterSchema(schema_id, kinds[found.schema_type], found.schema_str, tuple(self._references(found)))
 
-    def _references(self, schema: Any) -> Iterator[Reference]:
+    def _references(self, schema):
         for each in schema.references or ():
             inner = self._registry.get_version(each.subject, each.version).schema
             yield from self._references(inner)
             yield Reference(each.name, inner.schema_str)
 
-    def close(self) -> None:
+    def close(self):
         """Nothing is open."""
 
 
 class Producer:
     """Serializes events with any writer schema, and decodes them as a stream of this format does."""
 
-    def __init__(self, form: str, position: str) -> None:
+    def __init__(self, form, position):
         self._form = form
         self._registry = SchemaRegistryClient.new_client({"url": f"mock://{form}-{position}"})
         self._options = {"schema.id.serializer": POSITIONS[position]}
@@ -141,27 +139,27 @@ class Producer:
         settings = StreamSettings.model_validate({**stream, "registry": registry})
         self._format = make_format(settings, SCHEMA, self._schemas)
 
-    def message(self, fields: Fields) -> tuple[bytes, list[tuple[str, bytes]]]:
+    def message(self, fields):
         """Return the value and the headers of a message."""
         headers: list[tuple[str, bytes]] = []
         context = SerializationContext(TOPIC, MessageField.VALUE, headers)
         serialize = SERIALIZERS[self._form](self._registry, fields, self._options)
         return serialize({name: VALUES[name] for name in fields}, context), headers
 
-    def decode(self, *messages: tuple[bytes, list[tuple[str, bytes]]]) -> Decoded:
+    def decode(self, *messages):
         values, headers = zip(*messages, strict=True)
         return self._format.decode(values, headers)
 
-    def close(self) -> None:
+    def close(self):
         self._schemas.close()
 
 
 @pytest.fixture
-def produce() -> Iterator[Callable[[str, str], Producer]]:
+def produce():
     """`produce(format, position)`."""
     made: list[Producer] = []
 
-    def produce(form: str, position: str) -> Producer:
+    def produce(form, position):
         made.append(Producer(form, position))
         return made[-1]
 
@@ -173,9 +171,7 @@ def produce() -> Iterator[Callable[[str, str], Producer]]:
 @pytest.mark.parametrize("evolution", EVOLUTIONS.values(), ids=EVOLUTIONS)
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("form", SERIALIZERS)
-def test_old_and_new_messages_are_read_by_the_readers_rules(
-    produce: Callable[[str, str], Producer], form: str, position: str, evolution: Evolution
-) -> None:
+def test_old_and_new_messages_are_read_by_the_readers_rules(produce, form, position, evolution):
     producer = produce(form, position)
     old, new = producer.message(OLD), producer.message(evolution.new)
     decoded = producer.decode(old, new, old, new)
@@ -195,9 +191,7 @@ def test_old_and_new_messages_are_read_by_the_readers_rules(
 
 
 @pytest.mark.parametrize("form", SERIALIZERS)
-def test_ids_may_alternate_with_each_message_and_one_in_a_header_comes_first(
-    produce: Callable[[str, str], Producer], form: str
-) -> None:
+def test_ids_may_alternate_with_each_message_and_one_in_a_header_comes_first(produce, form):
     producer = produce(form, "number before the record")
     renamed = EVOLUTIONS["fields are renamed and in another order"].new
     (old, _), (new, _) = (producer.message(fields) for fields in (OLD, renamed))
@@ -215,7 +209,7 @@ def test_ids_may_alternate_with_each_message_and_one_in_a_header_comes_first(
     assert decoded.columns["feature.count"].tolist() == [5, 5, 7, 5, 5, 7, 7]
 
 
-def test_the_type_in_another_file_is_found_by_reference(produce: Callable[[str, str], Producer]) -> None:
+def test_the_type_in_another_file_is_found_by_reference(produce):
     producer = produce("protobuf", "number before the record")
     shared = {"shared/kinds.proto": 'syntax = "proto3"; package shared; enum Class { ZERO = 0; ONE = 1; TWO = 2; }'}
     text = """syntax = "proto3"; import "shared/kinds.proto"; import "google/protobuf/wrappers.proto";

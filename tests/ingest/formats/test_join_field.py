@@ -6,12 +6,12 @@ import json
 import fastavro
 import pytest
 
-from ingest.config import SchemaSettings
-from ingest.events.encoders import hash_texts
-from ingest.events.schema import Schema
-from ingest.formats.registry import make_decoder
-from ingest.label_stream_settings import LabelStreamSettings
-from ingest.schema_registry.writer_schema import SchemaKind, UnfitSchemaError, WriterSchema
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.registry import make_decoder
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
+from anabranch.ingest.settings.labels import LabelStreamSettings
+from anabranch.ingest.settings.stream import SchemaSettings
 
 SCHEMA = Schema(
     SchemaSettings.model_validate(
@@ -25,7 +25,7 @@ CLOSED = {"properties": {"x": {}, "id": {}}, "additionalProperties": False}
 EVENT = {"x": 1.0, "id": "a", "order": 7}
 
 
-def avro_record() -> bytes:
+def avro_record():
     sink = io.BytesIO()
     fastavro.schemaless_writer(sink, fastavro.parse_schema(AVRO_WITH_ORDER), EVENT)
     return sink.getvalue()
@@ -43,7 +43,7 @@ def avro_record() -> bytes:
         ("json-schema", '{"type": "object"}', json.dumps(EVENT).encode()),
     ],
 )
-def test_it_is_read(kind: SchemaKind, text: str, record: bytes) -> None:
+def test_it_is_read(kind, text, record):
     decoded = make_decoder(WriterSchema(1, kind, text), SCHEMA).decode([record])
     assert list(decoded.rejects) == []
     assert decoded.columns["join_hash"].tolist() == hash_texts([b"7"]).tolist()
@@ -57,6 +57,6 @@ def test_it_is_read(kind: SchemaKind, text: str, record: bytes) -> None:
         ("json-schema", json.dumps(CLOSED)),
     ],
 )
-def test_a_writer_schema_without_it_does_not_fit(kind: SchemaKind, text: str) -> None:
+def test_a_writer_schema_without_it_does_not_fit(kind, text):
     with pytest.raises(UnfitSchemaError, match="order"):
         make_decoder(WriterSchema(1, kind, text), SCHEMA)

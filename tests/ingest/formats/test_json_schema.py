@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.formats.base import WHOLE_MESSAGE, Decoded
-from ingest.formats.json_schema import make_decoder
-from ingest.schema_registry.writer_schema import Reference, UnfitSchemaError, WriterSchema
+from anabranch.ingest.formats.base import WHOLE_MESSAGE
+from anabranch.ingest.formats.json_schema import make_decoder
+from anabranch.ingest.schema_registry.writer_schema import Reference, UnfitSchemaError, WriterSchema
 from tests.ingest.conftest import make_schema
 
 SCHEMA = make_schema(
@@ -32,16 +32,16 @@ PAYMENT = {
 }
 
 
-def writer(text: Any = PAYMENT, *references: Reference) -> WriterSchema:
+def writer(text=PAYMENT, *references):
     return WriterSchema(7, "json-schema", text if isinstance(text, str) else json.dumps(text), references)
 
 
-def decode(*records: Any, text: Any = PAYMENT, references: tuple[Reference, ...] = ()) -> Decoded:
+def decode(*records, text=PAYMENT, references=()):
     contents = [record if isinstance(record, bytes) else json.dumps(record).encode() for record in records]
     return make_decoder(writer(text, *references), SCHEMA).decode(contents)
 
 
-def test_objects_become_columns() -> None:
+def test_objects_become_columns():
     decoded = decode({"amount": 1.5, "n": 2, "y": "yes", "id": "k"}, {"amount": 2, "id": "kk", "z": [1]})
     assert not decoded.rejects
     assert decoded.message.tolist() == [0, 1]
@@ -69,7 +69,7 @@ def test_objects_become_columns() -> None:
         ({"amount": 1, "id": "!" * 5000}, "schema: "),
     ],
 )
-def test_a_record_that_does_not_fit_is_rejected_and_its_neighbours_are_not(record: Any, reason: str) -> None:
+def test_a_record_that_does_not_fit_is_rejected_and_its_neighbours_are_not(record, reason):
     good = {"amount": 1, "id": "k"}
     decoded = decode(good, record, good)
     assert decoded.message.tolist() == [0, 2]
@@ -79,7 +79,7 @@ def test_a_record_that_does_not_fit_is_rejected_and_its_neighbours_are_not(recor
     assert len(decoded.rejects[0].reason) < 300
 
 
-def test_a_field_that_is_null_is_missing() -> None:
+def test_a_field_that_is_null_is_missing():
     optional = {"oneOf": [{"type": "null"}, {"type": "number"}]}
     text = {"properties": {"amount": optional, "n": {"type": ["null", "integer"]}, "y": {}}}
     decoded = decode({"amount": 1, "id": "k", "n": None, "y": None}, {"amount": None, "id": "k"}, text=text)
@@ -89,12 +89,12 @@ def test_a_field_that_is_null_is_missing() -> None:
     assert decoded.rejects == [(1, WHOLE_MESSAGE, "schema: Object missing required field `amount`")]
 
 
-def test_formats_are_not_checked() -> None:
+def test_formats_are_not_checked():
     text = {"properties": {"id": {"type": "string", "format": "date-time"}}}
     assert decode({"amount": 1, "id": "k"}, text=text).message.tolist() == [0]
 
 
-def test_references_are_those_of_the_registry() -> None:
+def test_references_are_those_of_the_registry():
     text = {"type": "object", "properties": {"amount": {"$ref": "money.json"}}}
     money = Reference("money.json", json.dumps({"$ref": "number.json#/definitions/positive"}))
     number = Reference("number.json", json.dumps({"definitions": {"positive": {"type": "number", "minimum": 0}}}))
@@ -116,10 +116,8 @@ def test_references_are_those_of_the_registry() -> None:
         ("[" * 100_000, "recursion"),
     ],
 )
-def test_a_schema_that_cannot_be_read_is_refused_and_nothing_is_fetched(
-    monkeypatch: pytest.MonkeyPatch, text: Any, reason: str
-) -> None:
-    def refuse(*_: Any) -> Any:
+def test_a_schema_that_cannot_be_read_is_refused_and_nothing_is_fetched(monkeypatch, text, reason):
+    def refuse(*_):
         raise AssertionError
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
@@ -141,7 +139,7 @@ def test_a_schema_that_cannot_be_read_is_refused_and_nothing_is_fetched(
         ({"amount": True}, None),
     ],
 )
-def test_a_property_of_a_type_that_cannot_fit_is_named(changes: dict[str, Any], sentence: str | None) -> None:
+def test_a_property_of_a_type_that_cannot_fit_is_named(changes, sentence):
     text = {"type": "object", "properties": {**PAYMENT["properties"], **changes}}  # type: ignore[dict-item]
     if sentence is None:
         assert len(decode(text=text).message) == 0
@@ -156,7 +154,7 @@ def test_a_property_of_a_type_that_cannot_fit_is_named(changes: dict[str, Any], 
             make_decoder(writer({**text, "required": ["amount"]}), optional)
 
 
-def test_a_property_that_is_excluded_is_named() -> None:
+def test_a_property_that_is_excluded_is_named():
     text: dict[str, Any] = {"properties": {"id": {"type": "string"}}, "additionalProperties": False}
     with pytest.raises(UnfitSchemaError, match="the writer schema has no property amount"):
         decode(text=text)
@@ -164,13 +162,13 @@ def test_a_property_that_is_excluded_is_named() -> None:
         assert decode({"amount": 1, "id": "k"}, text={**text, **changes}).message.tolist() == [0]
 
 
-def doubled(levels: int, word: str) -> dict[str, Any]:
+def doubled(levels, word):
     """Subschemas that each refer to the next one twice."""
     inner = {f"a{level}": {word: [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(levels)}
     return {"$defs": {**inner, f"a{levels}": {"type": "object"}}, "$ref": "#/$defs/a0"}
 
 
-def nested(levels: int) -> dict[str, Any]:
+def nested(levels):
     """What is not evaluated is looked for at each level, which evaluates all levels below it once more."""
     text: dict[str, Any] = {"properties": {"amount": {}, "id": {}}}
     for _ in range(levels):
@@ -196,7 +194,7 @@ def nested(levels: int) -> dict[str, Any]:
         (nested(30), "more than 20000 subschemas"),
     ],
 )
-def test_a_schema_that_is_recursive_or_explodes_is_refused_before_a_record_is_read(text: Any, sentence: str) -> None:
+def test_a_schema_that_is_recursive_or_explodes_is_refused_before_a_record_is_read(text, sentence):
     circle = Reference("other.json", json.dumps({"not": {"$ref": "other.json"}}))
     with pytest.raises(UnfitSchemaError, match=f"its JSON Schema .*{sentence}"):
         make_decoder(writer(text, circle), SCHEMA)
@@ -213,7 +211,7 @@ def test_a_schema_that_is_recursive_or_explodes_is_refused_before_a_record_is_re
         "true",
     ],
 )
-def test_a_schema_within_the_bounds_is_read(text: Any) -> None:
+def test_a_schema_within_the_bounds_is_read(text):
     assert decode({"amount": 1, "id": "k"}, text=text).message.tolist() == [0]
 
 
@@ -227,14 +225,14 @@ def test_a_schema_within_the_bounds_is_read(text: Any) -> None:
         {"patternProperties": {f"^a{number}": {} for number in range(2_500)}},
     ],
 )
-def test_a_record_that_may_need_too_many_steps_is_rejected_before_it_is_validated(tags: Any) -> None:
+def test_a_record_that_may_need_too_many_steps_is_rejected_before_it_is_validated(tags):
     long, short = ({"amount": 1, "id": "k", "tags": tags} for tags in ([[-1]] * 30_000, {"b": 1}))
     decoded = decode(long, short, text={"properties": {"tags": tags}})
     assert decoded.message.tolist() == [1]
     assert " bytes are too many to validate: its writer schema may need " in decoded.rejects[0].reason
 
 
-def test_a_long_record_of_a_usual_schema_is_validated() -> None:
+def test_a_long_record_of_a_usual_schema_is_validated():
     tags = {
         "type": "array",
         "uniqueItems": True,
@@ -245,7 +243,7 @@ def test_a_long_record_of_a_usual_schema_is_validated() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_pattern_that_takes_many_steps_rejects_its_message() -> None:
+def test_a_pattern_that_takes_many_steps_rejects_its_message():
     text = {"properties": {"id": {"pattern": "^(?=k)((k|kk)+)+$"}}}
     decoded = decode({"amount": 1, "id": "k" * 5000 + "!"}, {"amount": 1, "id": "k"}, text=text)
     assert decoded.message.tolist() == [1]
@@ -265,7 +263,7 @@ NUMBERS = st.floats(0, allow_nan=False, allow_infinity=False, width=32)
         max_size=6,
     )
 )
-def test_what_is_encoded_is_decoded(events: list[dict[str, Any]]) -> None:
+def test_what_is_encoded_is_decoded(events):
     decoded = decode(*events)
     assert not decoded.rejects
     assert decoded.columns["feature.amount"].tolist() == [each["amount"] for each in events]
@@ -277,6 +275,6 @@ def test_what_is_encoded_is_decoded(events: list[dict[str, Any]]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.binary(max_size=60), max_size=6))
-def test_arbitrary_bytes_are_events_or_rejects(records: list[bytes]) -> None:
+def test_arbitrary_bytes_are_events_or_rejects(records):
     decoded = decode(*records)
     assert sorted([*decoded.message.tolist(), *(each.message for each in decoded.rejects)]) == list(range(len(records)))

@@ -2,24 +2,23 @@
 
 import gzip
 import json
-from typing import Any
 
 import pytest
 
-from ingest.config import StreamSettings
-from ingest.formats.base import Reject
-from ingest.formats.json import JsonFormat
-from ingest.formats.registry import FORMATS, make_format
-from ingest.schema_registry.cache import writer_schemas
+from anabranch.ingest.formats.base import Reject
+from anabranch.ingest.formats.json import JsonFormat
+from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.schema_registry.cache import writer_schemas
+from anabranch.ingest.settings.stream import StreamSettings
 from tests.ingest.conftest import make_schema
-from tests.support.registry_server import Registry
+from tests.support.formats import FORMATS
 
 SCHEMA = make_schema({"x": {"dtype": "float32"}}, {"name": "y", "classes": 2})
 ROW = {"x": 1.5, "y": 1}
 CHANGE = {"before": None, "after": ROW, "source": {}, "op": "c", "ts_ms": 1}
 
 
-def rejected(value: Any) -> str:
+def rejected(value):
     content = value if isinstance(value, bytes) else json.dumps(value).encode()
     decoded = JsonFormat(SCHEMA).decode([json.dumps(ROW).encode(), content])
     assert decoded.message.tolist() == [0]
@@ -49,14 +48,14 @@ def rejected(value: Any) -> str:
         (b"Obj\1abc", "it is an Avro file"),
     ],
 )
-def test_what_it_is_comes_before_the_reason_of_the_decoder(value: Any, what: str) -> None:
+def test_what_it_is_comes_before_the_reason_of_the_decoder(value, what):
     reason = rejected(value)
     assert what in reason
     assert "(Object missing required field `x`)" in reason or "(JSON is malformed" in reason or b"Obj" in value
 
 
 @pytest.mark.parametrize("value", [{"y": 1}, {"schema": 1, "y": 2}, {"after": ROW}, b"\0\0", b"[", [ROW], b""])
-def test_others_have_the_reason_of_the_decoder_alone(value: Any) -> None:
+def test_others_have_the_reason_of_the_decoder_alone(value):
     assert not rejected(value).startswith("it ")
 
 
@@ -69,11 +68,11 @@ def test_others_have_the_reason_of_the_decoder_alone(value: Any) -> None:
         (gzip.compress(b"abc", mtime=0), "it is compressed with gzip"),
     ],
 )
-def test_binary_formats_know_them_too(form: str, value: bytes, what: str) -> None:
+def test_binary_formats_know_them_too(form, value, what):
     assert FORMATS[form](SCHEMA).decode([value]).rejects[0].reason.startswith(what)
 
 
-def test_a_format_of_a_registry_reads_json(registry: Registry) -> None:
+def test_a_format_of_a_registry_reads_json(registry):
     stream = StreamSettings.model_validate({"topics": ["t"], "format": "avro", "registry": {"url": registry.url}})
     schemas = writer_schemas(stream.resolved("test"))
     assert schemas is not None
@@ -82,7 +81,7 @@ def test_a_format_of_a_registry_reads_json(registry: Registry) -> None:
     schemas.close()
 
 
-def test_an_event_whose_fields_are_those_of_an_envelope_is_an_event() -> None:
+def test_an_event_whose_fields_are_those_of_an_envelope_is_an_event():
     schema = make_schema({name: {"dtype": "float32"} for name in ("before", "after")}, {"name": "op", "classes": 2})
     decoded = JsonFormat(schema).decode([b'{"before": 1, "after": 2, "op": 1}'])
     assert (decoded.message.tolist(), list[Reject](decoded.rejects)) == ([0], [])

@@ -4,10 +4,7 @@ import builtins
 import contextlib
 import importlib
 import os
-import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import google.type
 import pytest
@@ -15,8 +12,8 @@ from google.protobuf.descriptor_pb2 import DescriptorProto
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.formats.protobuf_schema.descriptors import message_type
-from ingest.schema_registry.writer_schema import Reference, UnfitSchemaError, WriterSchema
+from anabranch.ingest.formats.protobuf_schema.descriptors import message_type
+from anabranch.ingest.schema_registry.writer_schema import Reference, UnfitSchemaError, WriterSchema
 from tests.support.protobuf import compiled, pool_of, serialized
 
 PROTO3 = """
@@ -77,11 +74,11 @@ CASES: list[tuple[str, dict[str, str]]] = [
 ]
 
 
-def written(text: str, *references: Reference) -> WriterSchema:
+def written(text, *references):
     return WriterSchema(7, "protobuf", text, references)
 
 
-def without_options(message: DescriptorProto) -> DescriptorProto:
+def without_options(message):
     """Remove from a message what does not change how it is read."""
     for field in message.field:
         for name in ("json_name", "default_value", "options"):
@@ -106,14 +103,14 @@ def without_options(message: DescriptorProto) -> DescriptorProto:
     return message
 
 
-def described(message: Any) -> DescriptorProto:
+def described(message):
     proto = DescriptorProto()
     message.CopyToProto(proto)
     return without_options(proto)
 
 
 @pytest.mark.parametrize(("text", "imports"), CASES)
-def test_a_text_becomes_the_descriptor_that_protoc_makes(text: str, imports: dict[str, str]) -> None:
+def test_a_text_becomes_the_descriptor_that_protoc_makes(text, imports):
     files = compiled(text, imports)
     (package,) = {file.package for file in files.file if file.name == "main.proto"}
     references = [Reference(name, each) for name, each in imports.items()]
@@ -124,7 +121,7 @@ def test_a_text_becomes_the_descriptor_that_protoc_makes(text: str, imports: dic
         assert described(found) == described(expected)
 
 
-def test_the_files_of_google_become_the_descriptors_that_protoc_made_of_them() -> None:
+def test_the_files_of_google_become_the_descriptors_that_protoc_made_of_them():
     (root,) = {path.parent for path in (Path(each).parent for each in google.type.__path__)}
     files = {path.relative_to(root).as_posix(): path for path in (root / "google").rglob("*.proto")}
     compared = 0
@@ -138,7 +135,7 @@ def test_the_files_of_google_become_the_descriptors_that_protoc_made_of_them() -
     assert compared > 100
 
 
-def _imports(file: Any) -> Iterator[str]:
+def _imports(file):
     """Yield the names of a file's imports, those that they need first."""
     for each in file.dependencies:
         yield from _imports(each)
@@ -146,7 +143,7 @@ def _imports(file: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("text", "imports"), CASES)
-def test_a_serialized_descriptor_is_read_as_its_text(text: str, imports: dict[str, str]) -> None:
+def test_a_serialized_descriptor_is_read_as_its_text(text, imports):
     references = [Reference(name, serialized(each)) for name, each in imports.items()]
     found = message_type(written(serialized(text, imports), *references), (0,))
     assert described(found) == described(
@@ -158,20 +155,20 @@ def test_a_serialized_descriptor_is_read_as_its_text(text: str, imports: dict[st
     ("indexes", "name"),
     [((0,), "Payment"), ((0, 1), "Payment.Item"), ((0, 1, 0), "Payment.Item.Deep"), ((0, 0), "Payment.ByIdEntry")],
 )
-def test_indexes_count_messages_as_descriptors_do(indexes: tuple[int, ...], name: str) -> None:
+def test_indexes_count_messages_as_descriptors_do(indexes, name):
     for text in (PROTO3, serialized(PROTO3)):
         assert message_type(written(text), indexes).full_name == f"shop.payments.v1.{name}"
 
 
 @pytest.mark.parametrize("indexes", [(1,), (-1,), (0, 9), (0, 1, 0, 0), (2**62,), (0,) * 5000])
-def test_indexes_of_no_message_are_named(indexes: tuple[int, ...]) -> None:
+def test_indexes_of_no_message_are_named(indexes):
     with pytest.raises(
         UnfitSchemaError, match="the Protobuf schema 7 cannot be read: it has no message at the indexes"
     ):
         message_type(written(PROTO3), indexes)
 
 
-def test_imports_of_options_may_be_missing_but_not_those_of_a_field() -> None:
+def test_imports_of_options_may_be_missing_but_not_those_of_a_field():
     text = 'import "confluent/meta.proto"; message A { optional string b = 1 [(confluent.field_meta).doc = "x"]; }'
     assert [field.name for field in message_type(written(text), (0,)).fields] == ["b"]
     with pytest.raises(UnfitSchemaError, match="couldn't resolve name"):
@@ -206,7 +203,7 @@ def test_imports_of_options_may_be_missing_but_not_those_of_a_field() -> None:
         ("aGVsbG8=", "Error parsing message"),
     ],
 )
-def test_a_schema_that_cannot_be_read_is_an_error_that_says_why(text: str, reason: str) -> None:
+def test_a_schema_that_cannot_be_read_is_an_error_that_says_why(text, reason):
     with pytest.raises(UnfitSchemaError, match="the Protobuf schema 7 cannot be read: ") as caught:
         message_type(written(text), (0,))
     assert reason in str(caught.value)
@@ -228,13 +225,13 @@ def test_a_schema_that_cannot_be_read_is_an_error_that_says_why(text: str, reaso
     ids=["comments", "nested", "braces", "fields", "long", "dots", "quotes", "digits"],
 )
 @pytest.mark.timeout(30)
-def test_a_schema_that_is_made_to_take_long_is_refused(text: str) -> None:
+def test_a_schema_that_is_made_to_take_long_is_refused(text):
     with pytest.raises(UnfitSchemaError):
         message_type(written(text), (0,))
 
 
-def test_no_file_is_read_and_no_program_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*arguments: Any, **_: Any) -> Any:
+def test_no_file_is_read_and_no_program_is_run(monkeypatch):
+    def forbidden(*arguments, **_):
         raise AssertionError(arguments)
 
     for module, name in ((builtins, "open"), (os, "open"), (os, "posix_spawn"), (os, "fork")):
@@ -247,7 +244,7 @@ def test_no_file_is_read_and_no_program_is_run(monkeypatch: pytest.MonkeyPatch) 
             assert each != text
 
 
-def test_a_reference_may_be_there_twice_and_files_of_protobuf_are_its_own() -> None:
+def test_a_reference_may_be_there_twice_and_files_of_protobuf_are_its_own():
     text = 'import "money.proto"; import "google/protobuf/wrappers.proto"; message A { optional common.Money a = 1; }'
     other = Reference("google/protobuf/wrappers.proto", "package google.protobuf; message DoubleValue {}")
     found = message_type(written(text, Reference("money.proto", MONEY), other, Reference("money.proto", MONEY)), (0,))
@@ -256,7 +253,7 @@ def test_a_reference_may_be_there_twice_and_files_of_protobuf_are_its_own() -> N
     assert len(wrappers.message_types_by_name) == 9
 
 
-def test_imports_that_refer_to_each_other_end() -> None:
+def test_imports_that_refer_to_each_other_end():
     one, two = 'import "two"; message One { optional Two t = 1; }', 'import "one"; message Two { optional One o = 1; }'
     with pytest.raises(UnfitSchemaError):
         message_type(written(one, Reference("one", one), Reference("two", two)), (0,))
@@ -266,7 +263,7 @@ def test_imports_that_refer_to_each_other_end() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=80), st.randoms(use_true_random=False))
-def test_any_text_is_a_descriptor_or_an_error(noise: str, dice: random.Random) -> None:
+def test_any_text_is_a_descriptor_or_an_error(noise, dice):
     text, _ = dice.choice(CASES)
     at, end = sorted(dice.choices(range(len(text)), k=2))
     for each in (noise, text[:at] + noise + text[dice.choice([at, end]) :]):

@@ -3,9 +3,8 @@
 import base64
 import contextlib
 import importlib
-import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.events.schema import Schema
-from ingest.formats import protobuf
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, RecordDecoder
-from ingest.formats.protobuf_schema.columns import ProtobufColumns
-from ingest.formats.protobuf_schema.records import ProtobufRecords
-from ingest.schema_registry.writer_schema import Reference, UnfitSchemaError, WriterSchema
+from anabranch.ingest.formats import protobuf
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded
+from anabranch.ingest.formats.protobuf_schema.columns import ProtobufColumns
+from anabranch.ingest.formats.protobuf_schema.records import ProtobufRecords
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
 from tests.ingest.conftest import make_schema
 from tests.support.protobuf import message_class, serialized
 
@@ -73,27 +71,27 @@ MESSAGE = message_class(EVENT, "shop.Event")
 SERIALIZED = serialized(EVENT)
 
 
-def writer(text: str = EVENT, *references: Reference) -> WriterSchema:
+def writer(text=EVENT, *references):
     return WriterSchema(7, "protobuf", text, references)
 
 
-def decoder(name: str, schema: Schema, text: str = EVENT, indexes: tuple[int, ...] = (0,)) -> RecordDecoder:
+def decoder(name, schema, text=EVENT, indexes=(0,)):
     made = protobuf.make_decoder(writer(text), schema, indexes)
     assert isinstance(made, ProtobufColumns)
     return made if name == "columns" else made._one_by_one
 
 
 @pytest.fixture(params=["columns", "one by one"])
-def decode(request: pytest.FixtureRequest) -> Decode:
+def decode(request):
     """`decode(schema, *records, text=..., indexes=...)` by one of the two ways."""
 
-    def decode(schema: Schema, *records: bytes, text: str = EVENT, indexes: tuple[int, ...] = (0,)) -> Decoded:
+    def decode(schema, *records, text=EVENT, indexes=(0,)):
         return decoder(request.param, schema, text, indexes).decode(records)
 
     return decode
 
 
-def event(**fields: Any) -> Any:
+def event(**fields):
     """A message with every required field."""
     message = MESSAGE(words=["a", "b"], id="k")
     message.at.seconds, message.weight.value = 1_700_000_000, 0.5
@@ -105,12 +103,12 @@ def event(**fields: Any) -> Any:
     return message
 
 
-def record(**fields: Any) -> bytes:
+def record(**fields):
     content: bytes = event(**fields).SerializeToString()
     return content
 
 
-def test_every_kind_of_field_becomes_a_column(decode: Decode) -> None:
+def test_every_kind_of_field_becomes_a_column(decode):
     message = event(amount=1.5, count=3, country="fr", kind=2, x=[1, 2, 3, 4], label=1, words=["b", "c"], fresh=True)
     message.at.nanos, message.user, message.city.value = 250_000_000, 2**40, "Bonn"
     message.kinds.append(1)
@@ -140,20 +138,20 @@ def test_every_kind_of_field_becomes_a_column(decode: Decode) -> None:
     assert decoded.columns["key_hash"] == decode(SCHEMA, record(amount=9)).columns["key_hash"]
 
 
-def test_a_field_with_presence_that_is_absent_takes_its_default(decode: Decode) -> None:
+def test_a_field_with_presence_that_is_absent_takes_its_default(decode):
     decoded = decode(SCHEMA, record(), record(count=0, user=0, guest="g"))
     assert decoded.columns["feature.count"].tolist() == [7, 0]
     assert decoded.columns["feature.city"].tolist() == [1, 1]
     assert decoded.columns["feature.user"].tolist() == [-5, -5]
 
 
-def test_an_empty_list_takes_its_default(decode: Decode) -> None:
+def test_an_empty_list_takes_its_default(decode):
     decoded = decode(SCHEMA, record(), record(x=[0] * 4, kinds=[1]))
     assert decoded.columns["feature.x"].tolist() == [[[-1, -1], [-1, -1]], [[0, 0], [0, 0]]]
     assert decoded.columns["feature.kinds"].tolist() == [[2], [1]]
 
 
-def test_a_field_without_presence_is_its_zero(decode: Decode) -> None:
+def test_a_field_without_presence_is_its_zero(decode):
     decoded = decode(SCHEMA, record())
     assert decoded.columns["feature.amount"].tolist() == [0]
     assert decoded.columns["feature.country"].tolist() == [0]
@@ -164,7 +162,7 @@ def test_a_field_without_presence_is_its_zero(decode: Decode) -> None:
     ("remove", "reason"),
     [("at", "at is null|missing required field `at`"), ("weight", "weight is null|missing required field `weight`")],
 )
-def test_a_required_field_that_is_absent_is_a_fault_of_its_message(decode: Decode, remove: str, reason: str) -> None:
+def test_a_required_field_that_is_absent_is_a_fault_of_its_message(decode, remove, reason):
     message = event()
     message.ClearField(remove)
     decoded = decode(SCHEMA, record(), message.SerializeToString(), record())
@@ -174,7 +172,7 @@ def test_a_required_field_that_is_absent_is_a_fault_of_its_message(decode: Decod
     assert decoded.rejects[0].reason.startswith("schema: ")
 
 
-def test_a_label_that_is_the_zero_of_an_enum_is_no_label_unless_it_is_a_class(decode: Decode) -> None:
+def test_a_label_that_is_the_zero_of_an_enum_is_no_label_unless_it_is_a_class(decode):
     decoded = decode(SCHEMA, record(), record(label=2))
     assert decoded.columns["labelled"].tolist() == [False, True]
     assert decoded.columns["label"].tolist() == [-1, 1]
@@ -200,7 +198,7 @@ def test_a_label_that_is_the_zero_of_an_enum_is_no_label_unless_it_is_a_class(de
         ("uint32", {"dtype": "float64"}, [2, 0], [2, 0]),
     ],
 )
-def test_labels_of_each_kind(decode: Decode, kind: str, label: Any, values: list[Any], expected: list[float]) -> None:
+def test_labels_of_each_kind(decode, kind, label, values, expected):
     text = f'syntax = "proto3"; import "google/protobuf/wrappers.proto"; message A {{ float x = 1; {kind} y = 2; }}'
     kind_of, schema = message_class(text, "A"), make_schema({"x": {"dtype": "float32"}}, {"name": "y", **label})
     records = []
@@ -218,7 +216,7 @@ def test_labels_of_each_kind(decode: Decode, kind: str, label: Any, values: list
 
 @pytest.mark.parametrize("classes", [3, ["CARD", "CASH", "ZERO"]], ids=["numbers", "names"])
 @pytest.mark.parametrize("kind", ["enum", "plain"])
-def test_a_label_of_several_classes_is_a_repeated_field(decode: Decode, classes: Any, kind: str) -> None:
+def test_a_label_of_several_classes_is_a_repeated_field(decode, classes, kind):
     if kind == "plain":
         kind = "int64" if classes == 3 else "string"
         values: list[Any] = [1, 0, 2] if classes == 3 else ["CASH", "CARD", "ZERO"]
@@ -237,7 +235,7 @@ def test_a_label_of_several_classes_is_a_repeated_field(decode: Decode, classes:
     assert decoded.rejects[0].reason == "y lists a class twice" or decoded.rejects[0].reason.startswith("schema: ")
 
 
-def test_a_label_with_a_length_is_a_repeated_field_with_empty_names(decode: Decode) -> None:
+def test_a_label_with_a_length_is_a_repeated_field_with_empty_names(decode):
     text = 'syntax = "proto3"; message A { int32 x = 1; repeated string y = 2; }'
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": ["a", "b"], "length": 2})
     kind = message_class(text, "A")
@@ -247,7 +245,7 @@ def test_a_label_with_a_length_is_a_repeated_field_with_empty_names(decode: Deco
     assert [reject.message for reject in decoded.rejects] == [2]
 
 
-def test_packed_and_unpacked_lists_are_read_alike(decode: Decode) -> None:
+def test_packed_and_unpacked_lists_are_read_alike(decode):
     schema = make_schema({"x": {"dtype": "float32", "shape": [3]}}, {"name": "y", "classes": 2})
     text = 'syntax = "proto3"; message A { repeated float x = 1 [packed = %s]; int32 y = 2; }'
     for packed in ("true", "false"):
@@ -257,7 +255,7 @@ def test_packed_and_unpacked_lists_are_read_alike(decode: Decode) -> None:
             assert decoded.columns["feature.x"].tolist() == [[1, 2, 3]]
 
 
-def test_enums_have_the_name_that_was_declared_first_and_unknown_ones_their_number(decode: Decode) -> None:
+def test_enums_have_the_name_that_was_declared_first_and_unknown_ones_their_number(decode):
     text = """enum K { option allow_alias = true; A = 5; B = 5; C = 1; }
     message M { optional K k = 1; optional int32 y = 2; }"""
     newer = "enum K { A = 5; D = 9; } message M { optional K k = 1; }"
@@ -269,14 +267,14 @@ def test_enums_have_the_name_that_was_declared_first_and_unknown_ones_their_numb
     assert decode(schema, *records, text=text).columns["feature.k"].tolist() == [1, 3, 4]
 
 
-def test_a_key_may_be_an_enum(decode: Decode) -> None:
+def test_a_key_may_be_an_enum(decode):
     schema = make_schema({"amount": {"dtype": "float32"}}, {"name": "y", "classes": 2}, key={"name": "kind"})
     by_name = make_schema({"amount": {"dtype": "float32"}}, {"name": "y", "classes": 2}, key={"name": "country"})
     hashes = decode(schema, record(kind=1)).columns["key_hash"]
     assert hashes == decode(by_name, record(country="CARD")).columns["key_hash"]
 
 
-def test_the_indexes_choose_the_message_type(decode: Decode) -> None:
+def test_the_indexes_choose_the_message_type(decode):
     text = """syntax = "proto3"; message Other { string x = 1; }
     message Outer { message Inner { float x = 3; int32 y = 4; } Inner inner = 1; }"""
     schema = make_schema({"x": {"dtype": "float32"}}, {"name": "y", "classes": 3})
@@ -285,7 +283,7 @@ def test_the_indexes_choose_the_message_type(decode: Decode) -> None:
     assert decode(schema, content, text=serialized(text), indexes=(1, 0)).columns["label"].tolist() == [1]
 
 
-def test_a_message_type_that_contains_itself_is_read(decode: Decode) -> None:
+def test_a_message_type_that_contains_itself_is_read(decode):
     message = event(amount=1)
     for _ in range(50):
         outer = event(amount=message.amount + 1)
@@ -294,14 +292,14 @@ def test_a_message_type_that_contains_itself_is_read(decode: Decode) -> None:
     assert decode(SCHEMA, message.SerializeToString()).columns["feature.amount"].tolist() == [51]
 
 
-def test_messages_with_fields_that_the_schema_lacks_are_counted(decode: Decode) -> None:
+def test_messages_with_fields_that_the_schema_lacks_are_counted(decode):
     assert decode(SCHEMA, record(), b"\x08", record()).unknown_fields == 2
     small = 'syntax = "proto3"; message A { float amount = 1; int32 y = 2; }'
     schema = make_schema({"amount": {"dtype": "float32"}}, {"name": "y", "classes": 2})
     assert decode(schema, b"", text=small).unknown_fields == 0
 
 
-def test_no_record_at_all_is_no_event(decode: Decode) -> None:
+def test_no_record_at_all_is_no_event(decode):
     decoded = decode(SCHEMA)
     assert len(decoded.message) == 0
     assert decoded.columns["feature.x"].shape == (0, 2, 2)
@@ -325,7 +323,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
-def test_what_is_not_protobuf_is_rejected_and_its_neighbours_are_not(decode: Decode, bad: bytes) -> None:
+def test_what_is_not_protobuf_is_rejected_and_its_neighbours_are_not(decode, bad):
     for content in (bad, record(amount=1) + bad):
         decoded = decode(SCHEMA, record(amount=2), content, record(amount=3), content)
         assert decoded.columns["feature.amount"].tolist() == [2, 3]
@@ -333,11 +331,11 @@ def test_what_is_not_protobuf_is_rejected_and_its_neighbours_are_not(decode: Dec
         assert decoded.rejects == [(1, WHOLE_MESSAGE, reason), (3, WHOLE_MESSAGE, reason)]
 
 
-def test_a_group_that_is_not_read_is_skipped(decode: Decode) -> None:
+def test_a_group_that_is_not_read_is_skipped(decode):
     assert decode(SCHEMA, b"\xc3\x3e\x08\x01\xc4\x3e" + record(amount=2)).columns["feature.amount"].tolist() == [2]
 
 
-def test_values_out_of_range_are_rejected_alike(decode: Decode) -> None:
+def test_values_out_of_range_are_rejected_alike(decode):
     decoded = decode(
         SCHEMA,
         record(count=2**20),
@@ -353,7 +351,7 @@ def test_values_out_of_range_are_rejected_alike(decode: Decode) -> None:
     assert decoded.rejects[1].reason == "amount is NaN, infinite or too large"
 
 
-def test_a_signalling_nan_is_rejected_without_a_warning(decode: Decode) -> None:
+def test_a_signalling_nan_is_rejected_without_a_warning(decode):
     decoded = decode(SCHEMA, record() + b"\x3a\x09\x09" + bytes.fromhex("010000000000f07f"))
     assert [reject.message for reject in decoded.rejects] == [0]
 
@@ -374,7 +372,7 @@ def test_a_signalling_nan_is_rejected_without_a_warning(decode: Decode) -> None:
         ("float z = 1;", {"dtype": "float32"}, "A has no field x, which [schema] requires; give it a default"),
     ],
 )
-def test_a_writer_schema_that_can_never_fit_is_refused(field: str, feature: Any, sentence: str) -> None:
+def test_a_writer_schema_that_can_never_fit_is_refused(field, feature, sentence):
     text = f"""syntax = "proto3"; import "google/protobuf/timestamp.proto"; import "google/protobuf/wrappers.proto";
     message A {{ {field} int32 y = 2; }}"""
     with pytest.raises(UnfitSchemaError) as caught:
@@ -383,7 +381,7 @@ def test_a_writer_schema_that_can_never_fit_is_refused(field: str, feature: Any,
 
 
 @pytest.mark.parametrize("value", ["", "string value = 1;", "repeated float value = 1;", "DoubleValue value = 1;"])
-def test_a_type_that_has_the_name_of_a_wrapper_only_is_no_crash(value: str) -> None:
+def test_a_type_that_has_the_name_of_a_wrapper_only_is_no_crash(value):
     text = f"""syntax = "proto3"; package google.protobuf; message A {{ DoubleValue x = 1; int32 y = 2; }}
     message DoubleValue {{ {value} }}"""
     try:
@@ -397,19 +395,19 @@ def test_a_type_that_has_the_name_of_a_wrapper_only_is_no_crash(value: str) -> N
         assert sorted([*decoded.message.tolist(), *(reject.message for reject in decoded.rejects)]) == [0, 1, 2]
 
 
-def test_without_ptars_records_are_decoded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ptars", "ingest.formats.protobuf_schema.columns"):
+def test_without_ptars_records_are_decoded_one_by_one(monkeypatch):
+    for name in ("ptars", "anabranch.ingest.formats.protobuf_schema.columns"):
         monkeypatch.setitem(sys.modules, name, None)
-    made = importlib.import_module("ingest.formats.protobuf").make_decoder(writer(), SCHEMA)
+    made = importlib.import_module("anabranch.ingest.formats.protobuf").make_decoder(writer(), SCHEMA)
     assert isinstance(made, ProtobufRecords)
     assert made.decode([record(amount=2)]).columns["feature.amount"].tolist() == [2]
 
 
-def test_records_that_ptars_refuses_are_decoded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_ptars_refuses_are_decoded_one_by_one(monkeypatch):
     made = protobuf.make_decoder(writer(), SCHEMA)
 
     class Refusing:
-        def list_to_record_batch(self, _: Sequence[bytes]) -> Any:
+        def list_to_record_batch(self, _):
             raise ValueError("refused")
 
     monkeypatch.setattr(made, "_handler", Refusing())
@@ -418,7 +416,7 @@ def test_records_that_ptars_refuses_are_decoded_one_by_one(monkeypatch: pytest.M
     assert [reject.message for reject in decoded.rejects] == [1]
 
 
-def same(first: Decoded, second: Decoded) -> bool:
+def same(first, second):
     columns = first.columns.keys() == second.columns.keys() and all(
         np.array_equal(column, second.columns[name], equal_nan=column.dtype.kind == "f")
         for name, column in first.columns.items()
@@ -427,7 +425,7 @@ def same(first: Decoded, second: Decoded) -> bool:
     return columns and first.message.tolist() == second.message.tolist() and where[0] == where[1]
 
 
-def damaged(dice: random.Random, content: bytes) -> bytes:
+def damaged(dice, content):
     """Change a few bytes: flip, truncate, insert, remove or append."""
     data = bytearray(content)
     for _ in range(dice.choice([1, 1, 1, 2, 4])):
@@ -454,7 +452,7 @@ BOTH = [decoder(name, UNWEIGHTED) for name in ("columns", "one by one")]
 
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_both_ways_read_damaged_records_alike(dice: random.Random) -> None:
+def test_both_ways_read_damaged_records_alike(dice):
     good = [
         record(amount=1.5, count=3, country="fr", kind=2, x=[1, 2, 3, 4], label=1, fresh=True, user=5),
         record(kinds=[2], guest="g", count=-1),
@@ -468,7 +466,7 @@ def test_both_ways_read_damaged_records_alike(dice: random.Random) -> None:
     assert refused == set(unparsed(records))
 
 
-def unparsed(records: Sequence[bytes]) -> Iterator[int]:
+def unparsed(records):
     for index, content in enumerate(records):
         try:
             BOTH[1]._parse(content)  # type: ignore[attr-defined]
@@ -494,7 +492,7 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
         max_size=6,
     )
 )
-def test_what_is_encoded_is_decoded(events: list[dict[str, Any]]) -> None:
+def test_what_is_encoded_is_decoded(events):
     records = [record(**each) for each in events]
     for each in BOTH:
         decoded = each.decode(records)
@@ -512,7 +510,7 @@ def test_what_is_encoded_is_decoded(events: list[dict[str, Any]]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_a_damaged_descriptor_is_a_decoder_or_an_error(dice: random.Random) -> None:
+def test_a_damaged_descriptor_is_a_decoder_or_an_error(dice):
     content = damaged(dice, base64.b64decode(SERIALIZED))
     with contextlib.suppress(UnfitSchemaError):
         made = protobuf.make_decoder(writer(base64.b64encode(content).decode()), SCHEMA)

@@ -2,10 +2,10 @@
 
 import socket
 
-from ingest.kafka.diagnostics import unreachable_advertised
+from anabranch.ingest.kafka.diagnostics import unreachable_advertised
 
 
-def test_the_address_that_cannot_be_reached_is_named() -> None:
+def test_the_address_that_cannot_be_reached_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         servers = f"127.0.0.1:{port}"

@@ -1,26 +1,25 @@
 """What each client makes of letters that a broker refuses for their own sake, and of a broker that is away."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
 from kafka import errors
 
-from ingest.config import StreamSettings
-from ingest.kafka.client import Client
-from ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
-from ingest.kafka.dead_letters import DeadLetter, sanitize, shrink
-from ingest.kafka.kafka_python.client import KafkaPythonClient
-from ingest.kafka.registry import CLIENTS
+from anabranch.ingest.kafka.client import Client
+from anabranch.ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
+from anabranch.ingest.kafka.dead_letters import DeadLetter, sanitize, shrink
+from anabranch.ingest.kafka.kafka_python.client import KafkaPythonClient
+from anabranch.ingest.kafka.registry import CLIENTS
+from anabranch.ingest.settings.stream import StreamSettings
 
 SOURCE = ("anabranch-source", b"events[0]@1")
 ROWS = ("anabranch-rows", b"3,17")
 TEN = timedelta(seconds=10)
 
 
-def size(letter: DeadLetter) -> int:
+def size(letter):
     headers = (*letter.headers, *letter.added)
     return len(letter.key or b"") + len(letter.value or b"") + sum(len(name) + len(value) for name, value in headers)
 
@@ -28,21 +27,21 @@ def size(letter: DeadLetter) -> int:
 class Broker:
     """Takes letters up to a size, and keeps those that it took; away it takes none."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most):
         self.most = most
         self.away = False
         self.taken: list[DeadLetter] = []
 
-    def refuses(self, letter: DeadLetter) -> bool:
+    def refuses(self, letter):
         return size(letter) > self.most
 
 
-def kafka_python(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Client:
+def kafka_python(broker, monkeypatch):
     class Sent:
-        def __init__(self, letter: DeadLetter) -> None:
+        def __init__(self, letter):
             self.letter = letter
 
-        def get(self, timeout: float) -> None:
+        def get(self, timeout):
             assert timeout > 0
             if broker.away:
                 raise errors.KafkaTimeoutError
@@ -51,7 +50,7 @@ def kafka_python(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Client:
             broker.taken.append(self.letter)
 
     class Producer:
-        def send(self, topic: str, key: Any, value: Any, headers: Any) -> Sent:
+        def send(self, topic, key, value, headers):
             letter = DeadLetter(key, value, headers)
             if size(letter) > 100_000_000:
                 raise errors.MessageSizeTooLargeError  # as the client itself does, before it asks the broker
@@ -62,10 +61,8 @@ def kafka_python(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Client:
     return client
 
 
-def confluent(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Client:
-    def delivered(
-        producer: ConfluentDeadLetters, letters: Sequence[DeadLetter], deadline: float
-    ) -> list[KafkaError | None]:
+def confluent(broker, monkeypatch):
+    def delivered(producer, letters, deadline):
         found: list[KafkaError | None] = []
         for letter in letters:
             refused = KafkaError.MSG_SIZE_TOO_LARGE if broker.refuses(letter) else None
@@ -84,9 +81,7 @@ both = pytest.mark.parametrize("make", [kafka_python, confluent])
 
 
 @both
-def test_a_header_of_the_message_that_is_named_as_ours_goes_with_the_rest_of_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_of_the_message_that_is_named_as_ours_goes_with_the_rest_of_it(make, monkeypatch):
     broker = Broker(1000)
     letter = DeadLetter(b"k", b"x", [("anabranch-x", b"a" * 999)], [SOURCE])
     client = make(broker, monkeypatch)
@@ -97,7 +92,7 @@ def test_a_header_of_the_message_that_is_named_as_ours_goes_with_the_rest_of_it(
 
 
 @both
-def test_the_rows_go_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_go_last(make, monkeypatch):
     broker = Broker(100)
     letter = DeadLetter(b"k", b"x", [], [SOURCE, ("anabranch-rows", b"1," * 500)])
     assert make(broker, monkeypatch).send_dead_letters([letter], TEN) == 1
@@ -106,9 +101,7 @@ def test_the_rows_go_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @both
-def test_a_letter_that_is_refused_in_each_form_is_dropped_and_counted_and_the_others_are_sent(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_letter_that_is_refused_in_each_form_is_dropped_and_counted_and_the_others_are_sent(make, monkeypatch):
     broker = Broker(60)
     good = DeadLetter(b"k", b"x", [], [SOURCE])
     client = make(broker, monkeypatch)
@@ -118,7 +111,7 @@ def test_a_letter_that_is_refused_in_each_form_is_dropped_and_counted_and_the_ot
 
 
 @both
-def test_no_letter_is_dropped_while_the_broker_is_away(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_letter_is_dropped_while_the_broker_is_away(make, monkeypatch):
     broker = Broker(60)
     letters = [DeadLetter(b"k", b"x", [], [SOURCE]), DeadLetter(None, b"x" * 99, [], [SOURCE])]
     client = make(broker, monkeypatch)
@@ -129,9 +122,7 @@ def test_no_letter_is_dropped_while_the_broker_is_away(make: Make, monkeypatch: 
     assert client.send_dead_letters(letters, TEN) == 2
 
 
-def test_a_letter_that_is_too_large_for_the_producer_is_sent_without_its_value(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_letter_that_is_too_large_for_the_producer_is_sent_without_its_value(monkeypatch):
     broker = Broker(1000)
     client = kafka_python(broker, monkeypatch)
     good = DeadLetter(b"k", b"x", [], [SOURCE])
@@ -139,7 +130,7 @@ def test_a_letter_that_is_too_large_for_the_producer_is_sent_without_its_value(
     assert [letter.value for letter in broker.taken] == [b"x", None]
 
 
-def test_each_form_has_less_than_the_one_before_and_the_last_has_nothing_of_the_message() -> None:
+def test_each_form_has_less_than_the_one_before_and_the_last_has_nothing_of_the_message():
     letter = DeadLetter(b"key", b"value", [("trace", b"1")], [SOURCE, ROWS])
     forms = list(shrink(letter))
     assert [(form.key, form.value, list(form.headers)) for form in forms] == [

@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
-from ingest.errors import BrokerError
-from ingest.kafka.producer import EventProducer, create_topics, delete_topics, partition_counts
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.kafka.producer import EventProducer, create_topics, delete_topics, partition_counts
+from anabranch.ingest.settings.stream import StreamSettings
 from tests.faults.proxy import Fault, Proxy
 
 
@@ -60,7 +60,7 @@ def test_an_acknowledgement_has_partition_and_offset(producer):
 
 
 def test_more_than_may_wait_is_sent_without_growing(producer, monkeypatch):
-    monkeypatch.setattr("ingest.kafka.producer._WAITING_BYTES", 1_000)
+    monkeypatch.setattr("anabranch.ingest.kafka.producer._WAITING_BYTES", 1_000)
     for _ in range(500):
         producer.send(b"x" * 400)
         assert producer._waiting_bytes <= 1_400

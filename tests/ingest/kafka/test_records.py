@@ -8,14 +8,14 @@ import pytest
 from kafka import TopicPartition
 from kafka.record.memory_records import MemoryRecords, MemoryRecordsBuilder
 
-from ingest.kafka.kafka_python.records import UnreadableError, _Records
+from anabranch.ingest.kafka.kafka_python.records import UnreadableError, _Records
 
 GZIP, LZ4 = 1, 3
 MOST = 10_000
 MARK = b"the value"
 
 
-def batch(offsets: list[int], value: bytes = MARK, codec: int = 0, magic: int = 2) -> bytes:
+def batch(offsets, value=MARK, codec=0, magic=2):
     builder = MemoryRecordsBuilder(magic, codec, 10**8, offset=0 if magic == 1 and codec else offsets[0])
     for index, offset in enumerate(offsets):
         builder.skip(offset - (offsets[index - 1] + 1 if index else offset))
@@ -28,7 +28,7 @@ def batch(offsets: list[int], value: bytes = MARK, codec: int = 0, magic: int = 
     return written
 
 
-def read(data: bytes, begin: int = 0, *, check_crcs: bool = True) -> tuple[list[int], UnreadableError | None]:
+def read(data, begin=0, *, check_crcs=True):
     """Return the offsets that come, and the error that follows them."""
     make: Any = functools.partial(_Records, MOST)
     records = make(begin, TopicPartition("events", 0), MemoryRecords(data), check_crcs=check_crcs)
@@ -43,7 +43,7 @@ def read(data: bytes, begin: int = 0, *, check_crcs: bool = True) -> tuple[list[
 
 @pytest.mark.parametrize("magic", [1, 2])
 @pytest.mark.parametrize("codec", [0, GZIP, LZ4])
-def test_batches_within_the_bound_are_read(magic: int, codec: int) -> None:
+def test_batches_within_the_bound_are_read(magic, codec):
     data = batch([0, 1, 2], codec=codec, magic=magic) + batch([3], codec=codec, magic=magic)
     assert read(data) == ([0, 1, 2, 3], None)
 
@@ -51,7 +51,7 @@ def test_batches_within_the_bound_are_read(magic: int, codec: int) -> None:
 @pytest.mark.parametrize("magic", [1, 2])
 @pytest.mark.parametrize("codec", [GZIP, LZ4])
 @pytest.mark.parametrize("begin", [0, 4])
-def test_an_error_names_the_offsets_of_a_batch_beyond_the_bound(magic: int, codec: int, begin: int) -> None:
+def test_an_error_names_the_offsets_of_a_batch_beyond_the_bound(magic, codec, begin):
     data = batch([0, 1]) + batch([2, 3, 4, 5], bytes(MOST), codec, magic) + batch([6])
     found, error = read(data, begin)
     assert found == [0, 1][begin:]
@@ -60,14 +60,14 @@ def test_an_error_names_the_offsets_of_a_batch_beyond_the_bound(magic: int, code
     assert error.reason.startswith("too-large")
 
 
-def test_an_error_names_as_many_offsets_of_a_compacted_batch_as_it_has_records() -> None:
+def test_an_error_names_as_many_offsets_of_a_compacted_batch_as_it_has_records():
     found, error = read(batch([0]) + batch([1, 5, 9], bytes(MOST), GZIP))
     assert found == [0]
     assert error is not None
     assert (error.begin, error.end, error.time_ms) == (7, 10, 1_002)
 
 
-def test_without_a_checksum_an_error_names_the_offsets_from_the_first_bad_record_on() -> None:
+def test_without_a_checksum_an_error_names_the_offsets_from_the_first_bad_record_on():
     data = batch([0, 1, 2, 3])
     position = data.rindex(MARK) - 1  # the length of the last value
     damaged = data[:position] + b"\x7f" + data[position + 1 :]
@@ -78,7 +78,7 @@ def test_without_a_checksum_an_error_names_the_offsets_from_the_first_bad_record
     assert error.reason.startswith("corrupt")
 
 
-def test_an_error_of_a_wrong_checksum_has_no_end_since_the_batch_may_be_good_when_fetched_again() -> None:
+def test_an_error_of_a_wrong_checksum_has_no_end_since_the_batch_may_be_good_when_fetched_again():
     found, error = read(batch([0, 1]) + batch([2, 3]).replace(MARK, b"other one"))
     assert found == [0, 1]
     assert error is not None
@@ -86,7 +86,7 @@ def test_an_error_of_a_wrong_checksum_has_no_end_since_the_batch_may_be_good_whe
     assert error.reason.startswith("corrupt")
 
 
-def test_data_that_do_not_match_their_codec_are_corrupt() -> None:
+def test_data_that_do_not_match_their_codec_are_corrupt():
     data = batch([0, 1], bytes(100), GZIP)
     begin = data.index(b"\x1f\x8b")
     found, error = read(data[:begin] + b"\0\0" + data[begin + 2 :], check_crcs=False)

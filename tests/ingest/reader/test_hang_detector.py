@@ -1,19 +1,19 @@
 """Time without a message is counted only while this process waits for one."""
 
-from ingest.reader.hang_detector import SILENT_SECONDS, HangDetector, Liveness
+from anabranch.ingest.reader.hang_detector import SILENT_SECONDS, HangDetector, Liveness
 
 AFTER_PING = [Liveness.ALIVE, Liveness.SILENT, Liveness.ALIVE]
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def check_for(detector: HangDetector, clock: Clock, seconds: float) -> list[Liveness]:
+def check_for(detector, clock, seconds):
     """Check ten times a second for `seconds`; return what was returned, each change of it once."""
     changes: list[Liveness] = []
     for _ in range(int(seconds * 10)):
@@ -24,7 +24,7 @@ def check_for(detector: HangDetector, clock: Clock, seconds: float) -> list[Live
     return changes
 
 
-def test_a_process_is_pinged_once_and_hangs_only_after_that() -> None:
+def test_a_process_is_pinged_once_and_hangs_only_after_that():
     clock = Clock()
     detector = HangDetector(clock)
     assert check_for(detector, clock, SILENT_SECONDS - 1) == [Liveness.ALIVE, Liveness.PING, *AFTER_PING]
@@ -37,7 +37,7 @@ def test_a_process_is_pinged_once_and_hangs_only_after_that() -> None:
     ]
 
 
-def test_a_process_that_does_not_answer_is_silent_within_30_s() -> None:
+def test_a_process_that_does_not_answer_is_silent_within_30_s():
     clock = Clock()
     detector = HangDetector(clock)
     while detector.check() is not Liveness.SILENT:
@@ -45,7 +45,7 @@ def test_a_process_that_does_not_answer_is_silent_within_30_s() -> None:
     assert clock.now < 26
 
 
-def test_time_in_which_the_detector_was_suspended_does_not_count() -> None:
+def test_time_in_which_the_detector_was_suspended_does_not_count():
     clock = Clock()
     detector = HangDetector(clock)
     clock.now += 3600

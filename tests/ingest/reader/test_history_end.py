@@ -1,15 +1,13 @@
 """When the history ends for the reader: with the blocks of its last rows."""
 
-from typing import Any
-
 import numpy as np
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import Block, Coverage
-from ingest.events.partition import TopicPartition
-from ingest.events.position import PartitionFingerprint, Position
-from ingest.reader.reader import BlockReader
-from ingest.transport.protocol import HistoryProgress, LagReport, PartitionsOpened
+from anabranch.ingest.events.block import Block, Coverage
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import PartitionFingerprint, Position
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.transport.protocol import HistoryProgress, LagReport, PartitionsOpened
 
 FILE, E0, E1 = TopicPartition("history", 0, 0, 1), TopicPartition("events", 0), TopicPartition("events", 1)
 NAMES = (FILE, E0, E1)
@@ -18,17 +16,17 @@ READ = LagReport([(0, 1)], None, 0.0, history=HistoryProgress(1, 1, 2000, 2000, 
 BACKFILL = {"files": ["/x/*.parquet"], "identity": {"partition": "p", "offset": "o"}}
 
 
-def stream(**more: Any) -> StreamSettings:
+def stream(**more):
     return StreamSettings.model_validate({"topics": ["events"], "format": "rows", **more}).resolved("test")
 
 
-def opened(reader: BlockReader, file: int) -> None:
+def opened(reader, file):
     """Continue at an offset of the file, as after a checkpoint."""
     reader._cursors.load({FILE: Position(file), E0: Position(500), E1: Position(500)}, {})
     reader._cursors.add_opened(PartitionsOpened(list(NAMES), [0, 0, 0], [None, None, None]))
 
 
-def test_the_history_lasts_until_its_last_block_is_handled_though_a_report_says_earlier_that_it_is_read() -> None:
+def test_the_history_lasts_until_its_last_block_is_handled_though_a_report_says_earlier_that_it_is_read():
     reader = BlockReader(stream(backfill=BACKFILL), SCHEMA, HoldOut(fraction=0, seed=0))
     opened(reader, 0)
     reader._update_lag(READ)
@@ -41,7 +39,7 @@ def test_the_history_lasts_until_its_last_block_is_handled_though_a_report_says_
     assert not reader.reads_history
 
 
-def test_without_the_section_files_end_where_they_were_read_to() -> None:
+def test_without_the_section_files_end_where_they_were_read_to():
     """So that they hold up neither deterministic batches nor the time of the stream."""
     reader = BlockReader(stream(), SCHEMA, HoldOut(fraction=0, seed=0))
     sent: list[object] = []

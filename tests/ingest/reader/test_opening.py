@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import BrokerError
-from ingest.reader import reader
-from ingest.reader.reader import BlockReader
-from ingest.transport.protocol import Begin, FromIngest, LagReport, PartitionsOpened, Resume
+from anabranch.ingest.errors import BrokerError
+from anabranch.ingest.reader import reader
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.transport.protocol import Begin, FromIngest, LagReport, PartitionsOpened, Ping
 
 
 class Listing:
@@ -18,13 +18,13 @@ class Listing:
     connection = True
     has_died = False
 
-    def __init__(self, reports: int) -> None:
+    def __init__(self, reports):
         self.now = 0.0
         self.sent: list[Any] = []
         self._waiting: list[FromIngest] = []
         self._left = reports
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds):
         if seconds and self._left >= 0:
             self.now += 20.0
             self._left -= 1
@@ -33,14 +33,14 @@ class Listing:
             self.now += 20.0
         return bool(self._waiting)
 
-    def receive(self) -> FromIngest:
+    def receive(self):
         return self._waiting.pop()
 
-    def send(self, message: Any) -> None:
+    def send(self, message):
         self.sent.append(message)
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, process: Listing, **stream: Any) -> None:
+def opened(monkeypatch, process, **stream):
     monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: process.now))
     schema = SchemaSettings.model_validate(
         {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}}
@@ -52,14 +52,14 @@ def opened(monkeypatch: pytest.MonkeyPatch, process: Listing, **stream: Any) -> 
     source.open()
 
 
-def test_files_are_listed_for_as_long_as_ingest_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_listed_for_as_long_as_ingest_reports(monkeypatch):
     process = Listing(reports=100)
     opened(monkeypatch, process, backfill={"files": ["a.parquet"]})
     assert process.now > 2000
     assert isinstance(process.sent[0], Begin)
-    assert process.sent[1:] == [Resume()] * 101, "each report is answered: ingest sends eight to a silent learner"
+    assert process.sent[1:] == [Ping()] * 101, "each report is answered: ingest sends eight to a silent learner"
 
 
-def test_without_files_the_wait_for_the_broker_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_files_the_wait_for_the_broker_is_limited(monkeypatch):
     with pytest.raises(BrokerError, match="did not find the topics on"):
         opened(monkeypatch, Listing(reports=100))

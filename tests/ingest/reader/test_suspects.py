@@ -2,17 +2,15 @@
 
 import logging
 
-import pytest
-
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.reader.suspects import Suspects
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.reader.suspects import Suspects
 
 A, B = TopicPartition("events", 0), TopicPartition("events", 1)
 TABLE = [(A, Position(0)), (B, Position(0))]
 
 
-def test_a_message_that_ended_two_processes_alone_is_refused_and_named(caplog: pytest.LogCaptureFixture):
+def test_a_message_that_ended_two_processes_alone_is_refused_and_named(caplog):
     suspects = Suspects()
     with caplog.at_level(logging.ERROR):
         assert suspects.add([(B, 10, 20), (A, 1, 3)]) == "events[1]@10 to 19 and messages of 1 more partitions"

@@ -1,34 +1,32 @@
 """Writer schemas by id, while the registry answers and while it does not."""
 
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
 
 from anabranch.core.backoff import Backoff
-from ingest.errors import MissingSchemaError
-from ingest.registry_settings import RegistrySettings
-from ingest.schema_registry.cache import WriterSchemas
-from ingest.schema_registry.client import RegistryClient
-from ingest.schema_registry.writer_schema import WriterSchema
-from tests.support.registry_server import Registry
+from anabranch.ingest.errors import MissingSchemaError
+from anabranch.ingest.schema_registry.cache import WriterSchemas
+from anabranch.ingest.schema_registry.client import RegistryClient
+from anabranch.ingest.schema_registry.writer_schema import WriterSchema
+from anabranch.ingest.settings.registry import RegistrySettings
 from tests.support.waiting import PATIENCE_SECONDS
 
 
 class Clock:
     """Seconds that pass when a test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1_000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 @contextmanager
-def schemas_of(registry: Registry, clock: Callable[[], float], *, fallback: bool = False) -> Iterator[WriterSchemas]:
+def schemas_of(registry, clock, *, fallback=False):
     patience = timedelta(seconds=PATIENCE_SECONDS)
     settings = RegistrySettings(url=registry.url, subject="payments-value", timeout=patience, fallback=fallback)
     backoff = Backoff(timedelta(seconds=10), timedelta(seconds=10))
@@ -39,18 +37,18 @@ def schemas_of(registry: Registry, clock: Callable[[], float], *, fallback: bool
         schemas.close()
 
 
-def text_of(found: WriterSchema | str | None) -> str:
+def text_of(found):
     assert isinstance(found, WriterSchema)
     return found.text
 
 
 @pytest.fixture
-def no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_lag(monkeypatch):
     """What a registry lacks twice, it lacks."""
-    monkeypatch.setattr("ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
 
 
-def fetched(schemas: WriterSchemas) -> None:
+def fetched(schemas):
     """Let the background thread finish."""
     schemas.fetch_if_due()
     schemas._thread.wait()
@@ -110,7 +108,7 @@ def test_an_id_that_does_not_exist_is_asked_for_again_only_later(registry):
 def test_an_id_that_another_server_of_the_registry_has_just_got_is_asked_for_again(registry, monkeypatch):
     answer = registry.answer
 
-    def answer_of_a_replica(path: str) -> object:
+    def answer_of_a_replica(path):
         answered = answer(path)
         if not registry.schemas:
             registry.register("payments-value", "one")
@@ -123,8 +121,8 @@ def test_an_id_that_another_server_of_the_registry_has_just_got_is_asked_for_aga
 
 class TestServersThatLag:
     @pytest.fixture(autouse=True)
-    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ingest.schema_registry.cache._AGAIN_SECONDS", 0.0)
+    def at_once(self, monkeypatch):
+        monkeypatch.setattr("anabranch.ingest.schema_registry.cache._AGAIN_SECONDS", 0.0)
 
     def test_an_id_is_asked_for_again_for_ten_seconds_while_its_messages_wait(self, registry):
         clock = Clock()
@@ -209,7 +207,7 @@ def test_one_schema_that_cannot_be_fetched_keeps_no_other_back(registry):
 
 
 def test_many_schemas_that_cannot_be_fetched_keep_no_other_back_either(registry, monkeypatch):
-    monkeypatch.setattr("ingest.schema_registry.cache._MOST_AWAITED", 3)
+    monkeypatch.setattr("anabranch.ingest.schema_registry.cache._MOST_AWAITED", 3)
     gone = [{"name": "b", "subject": "gone", "version": 1}]
     bad = [registry.register("a", f"{number}", references=gone) for number in range(9)]
     good = registry.register("payments-value", "one")
@@ -253,7 +251,7 @@ class TestTheNewestOfTheSubject:
 
 @pytest.mark.usefixtures("no_lag")
 def test_ids_that_do_not_exist_fill_no_memory(registry, monkeypatch):
-    monkeypatch.setattr("ingest.schema_registry.cache._MOST_MISSING", 10)
+    monkeypatch.setattr("anabranch.ingest.schema_registry.cache._MOST_MISSING", 10)
     with schemas_of(registry, Clock()) as schemas:
         schemas.find(range(100, 125))
         fetched(schemas)
@@ -264,12 +262,12 @@ def test_ids_that_do_not_exist_fill_no_memory(registry, monkeypatch):
 class SlowClient(RegistryClient):
     """Has no schemas, and takes seconds for each second answer."""
 
-    def __init__(self, settings: RegistrySettings, clock: Clock, seconds: float) -> None:
+    def __init__(self, settings, clock, seconds):
         super().__init__(settings)
         self.asked: list[int | str] = []
         self._clock, self._wait = clock, seconds
 
-    def schema(self, schema_id: int | str) -> WriterSchema:
+    def schema(self, schema_id):
         self._clock.now += self._wait * (int(schema_id) % 2)
         self.asked.append(schema_id)
         raise MissingSchemaError(f"no {schema_id}")
@@ -324,7 +322,7 @@ def test_a_bug_in_reading_one_answer_keeps_no_other_schema_back(registry, monkey
 
 
 def test_the_schemas_that_are_kept_are_bounded_in_bytes_and_those_in_use_stay(registry, monkeypatch):
-    monkeypatch.setattr("ingest.schema_registry.cache._MOST_BYTES", 250)
+    monkeypatch.setattr("anabranch.ingest.schema_registry.cache._MOST_BYTES", 250)
     used = registry.register("payments-value", "u" * 100)
     others = [registry.register("payments-value", f"{number}" * 50) for number in range(10, 20)]
     with schemas_of(registry, Clock()) as schemas:
@@ -346,12 +344,12 @@ class TestIdsThatNoRegistryHas:
     """Messages whose first bytes are no ids, or are those of an attacker: each has another id."""
 
     @pytest.fixture(autouse=True)
-    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
-        monkeypatch.setattr("ingest.schema_registry.cache._MANY_MISSING", 5)
-        monkeypatch.setattr("ingest.schema_registry.cache._MOST_IN_A_ROW", 20)
+    def few(self, monkeypatch):
+        monkeypatch.setattr("anabranch.ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
+        monkeypatch.setattr("anabranch.ingest.schema_registry.cache._MANY_MISSING", 5)
+        monkeypatch.setattr("anabranch.ingest.schema_registry.cache._MOST_IN_A_ROW", 20)
 
-    def decided(self, schemas: WriterSchemas, ids: range) -> dict[object, str]:
+    def decided(self, schemas, ids):
         """Request ids until each is decided, and return the reasons."""
         reasons: dict[object, str] = {}
         left: list[int] = list(ids)

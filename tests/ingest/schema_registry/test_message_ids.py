@@ -4,7 +4,7 @@ import uuid
 
 import pytest
 
-from ingest.schema_registry.message_ids import FIRST_MESSAGE, HEADER, SchemaIdError, locate
+from anabranch.ingest.schema_registry.message_ids import FIRST_MESSAGE, HEADER, SchemaIdError, locate
 
 GUID = uuid.UUID("6d3bd7ad-7a5c-4a71-9ad2-7c1b93a4a1a7")
 NUMBER = b"\0\0\0\x02\x01"

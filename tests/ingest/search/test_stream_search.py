@@ -1,16 +1,14 @@
 """Messages are found by header, key and time; nothing is written."""
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from ingest.config import SchemaSettings, StreamSettings
-from ingest.errors import BrokerError, RegistryError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.fake import FakeClient, FakePartition
-from ingest.search.stream_search import StreamSearch, with_header, with_key
+from anabranch.ingest.errors import BrokerError, RegistryError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import FakeClient, FakePartition
+from anabranch.ingest.search.stream_search import StreamSearch, with_header, with_key
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
 
 NAME = TopicPartition("events", 0)
 STREAM = StreamSettings(topics=("events",))
@@ -20,7 +18,7 @@ SCHEMA = SchemaSettings.model_validate(
 
 
 @pytest.fixture
-def topic() -> FakePartition:
+def topic():
     """Events of three people, with a gap, a broken message and a tombstone among them."""
     topic = FakePartition()
     for number in range(30):
@@ -42,9 +40,7 @@ def topic() -> FakePartition:
         (lambda: with_header("trace", "3"), []),
     ],
 )
-def test_messages_are_found_within_their_bounds(
-    topic: FakePartition, matches: Callable[[], Any], found: list[int]
-) -> None:
+def test_messages_are_found_within_their_bounds(topic, matches, found):
     client, seen = FakeClient({NAME: topic}), []
     with StreamSearch(STREAM, client) as search:
         assert search.log_ends == {NAME: 36}
@@ -56,14 +52,14 @@ def test_messages_are_found_within_their_bounds(
     assert not client.committed
 
 
-def test_a_broker_that_is_away_is_an_error(topic: FakePartition) -> None:
+def test_a_broker_that_is_away_is_an_error(topic):
     client = FakeClient({NAME: topic})
     client.away = True
     with pytest.raises(BrokerError), StreamSearch(STREAM, client):
         pass
 
 
-def test_a_message_whose_schema_cannot_be_fetched_is_an_error_since_its_key_is_not_known(free_port: Any) -> None:
+def test_a_message_whose_schema_cannot_be_fetched_is_an_error_since_its_key_is_not_known(free_port):
     settings = {"topics": ["events"], "format": "avro", "registry": {"url": f"http://127.0.0.1:{free_port()}"}}
     stream = StreamSettings.model_validate(settings).resolved("test")
     topic = FakePartition()

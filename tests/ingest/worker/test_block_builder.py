@@ -1,42 +1,29 @@
 """From messages to rows of a block."""
 
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import Outcome, SkipReason
-from ingest.events.encoders import hash_texts
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.events.schema import Schema
-from ingest.formats.base import Decoded
-from ingest.formats.json import JsonFormat
-from ingest.formats.rows import pack_rows
-from ingest.kafka.client import Messages
-from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming, OfFiles, _ranges
+from anabranch.ingest.events.block import Outcome, SkipReason
+from anabranch.ingest.events.encoders import hash_texts
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.json import JsonFormat
+from anabranch.ingest.formats.rows import pack_rows
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.worker.block_builder import BlockBuilder, Incoming, OfFiles, _ranges
 from tests.support.tokenizer import write_tokenizer
 
 PARTITION = TopicPartition("events", 3)
 GOOD = b'{"x": [1, 2, 3], "y": 1}'
 
 
-def assemble(
-    schema: Schema,
-    values: list[bytes | None],
-    *,
-    fraction: float = 0.0,
-    begin: Position | None = None,
-    times_ms: Sequence[int] | None = None,
-    kind: str = "json",
-    of_files: OfFiles | None = None,
-    **stream: object,
-) -> Assembled:
+def assemble(schema, values, *, fraction=0.0, begin=None, times_ms=None, kind="json", of_files=None, **stream):
     settings = StreamSettings.model_validate({"topics": ["events"], "format": kind, **stream}).resolved("test")
     offsets = range(100, 100 + len(values))
     messages = Messages(
@@ -52,7 +39,7 @@ def assemble(
     return assembler.assemble([Incoming(messages, 5, begin or Position(0), of_files)])
 
 
-def test_every_message_is_a_row_with_its_identity(schema: Schema) -> None:
+def test_every_message_is_a_row_with_its_identity(schema):
     rows = assemble(schema, [GOOD, b"bad", GOOD]).columns
     assert rows["offset"].tolist() == [100, 101, 102]
     assert rows["row"].tolist() == [0, 0, 0]
@@ -63,7 +50,7 @@ def test_every_message_is_a_row_with_its_identity(schema: Schema) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_records_from_before_the_switch_are_left_to_files_by_their_time_and_not_by_their_offset(*, own: bool) -> None:
+def test_records_from_before_the_switch_are_left_to_files_by_their_time_and_not_by_their_offset(*, own):
     settings = {
         "features": {"x": {"dtype": "float32"}},
         "label": {"name": "y", "classes": 3},
@@ -86,7 +73,7 @@ def test_records_from_before_the_switch_are_left_to_files_by_their_time_and_not_
     assert len(found.letters) == own
 
 
-def test_a_record_time_of_the_future_counts_as_now_and_dead_letters_carry_the_original(schema: Schema) -> None:
+def test_a_record_time_of_the_future_counts_as_now_and_dead_letters_carry_the_original(schema):
     now = int(time.time() * 1000)
     soon, other_zone, microseconds = now + 60_000, now + 8 * 3_600_000, now * 1000
     times_ms = [soon, other_zone, microseconds, microseconds]
@@ -97,7 +84,7 @@ def test_a_record_time_of_the_future_counts_as_now_and_dead_letters_carry_the_or
     assert dict(assembled.letters[0].added)["anabranch-time"] == str(microseconds).encode()
 
 
-def test_a_weight_above_the_largest_counts_as_that_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weight_above_the_largest_counts_as_that_and_is_named_once(caplog):
     weight = {"name": "w", "max": 10}
     features = {"x": {"dtype": "float32", "shape": [3]}}
     schema = Schema(
@@ -114,7 +101,7 @@ def test_a_weight_above_the_largest_counts_as_that_and_is_named_once(caplog: pyt
     ]
 
 
-def test_a_dead_letter_is_the_message_with_its_reason_and_source(schema: Schema) -> None:
+def test_a_dead_letter_is_the_message_with_its_reason_and_source(schema):
     (letter,) = assemble(schema, [GOOD, b"bad"]).letters
     assert (letter.key, letter.value) == (b"key-101", b"bad")
     assert letter.headers == [("trace", b"abc")]
@@ -123,20 +110,20 @@ def test_a_dead_letter_is_the_message_with_its_reason_and_source(schema: Schema)
     assert added == {"anabranch-source": b"events[3]@101", "anabranch-time": b"1010"}
 
 
-def test_a_null_value_is_dead_lettered(schema: Schema) -> None:
+def test_a_null_value_is_dead_lettered(schema):
     assembled = assemble(schema, [None, GOOD])
     assert assembled.columns["outcome"].tolist() == [Outcome.DEAD_LETTERED, Outcome.PENDING]
     assert assembled.letters[0].value is None
     assert dict(assembled.letters[0].added)["anabranch-error"] == b"null value"
 
 
-def test_an_oversized_value_is_dead_lettered_before_it_is_parsed(schema: Schema) -> None:
+def test_an_oversized_value_is_dead_lettered_before_it_is_parsed(schema):
     assembled = assemble(schema, [GOOD, GOOD + b" " * 1000, GOOD], max_message_bytes="1kB")
     assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
     assert dict(assembled.letters[0].added)["anabranch-error"] == b"oversized: 1024 bytes"
 
 
-def test_bad_rows_of_a_good_message_make_one_dead_letter_that_names_them(schema: Schema) -> None:
+def test_bad_rows_of_a_good_message_make_one_dead_letter_that_names_them(schema):
     good, bad = {"x": [1, 2, 3], "y": 1}, {"x": [1, 2, np.nan], "y": 1}
     assembled = assemble(schema, [pack_rows(schema, [good, bad, good, bad]), b"torn"], kind="rows")
     outcomes = assembled.columns["outcome"]
@@ -148,7 +135,7 @@ def test_bad_rows_of_a_good_message_make_one_dead_letter_that_names_them(schema:
     assert "anabranch-rows" not in second
 
 
-def test_many_bad_rows_are_named_as_ranges_and_so_many_that_the_header_would_be_long_are_cut(schema: Schema) -> None:
+def test_many_bad_rows_are_named_as_ranges_and_so_many_that_the_header_would_be_long_are_cut(schema):
     good, bad = {"x": [1, 2, 3], "y": 1}, {"x": [1, 2, np.nan], "y": 1}
     runs = [bad, bad, bad, good, bad, bad, good, bad]
     by_turns = [good, bad] * 2000
@@ -162,14 +149,14 @@ def test_many_bad_rows_are_named_as_ranges_and_so_many_that_the_header_would_be_
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))
-def test_ranges_name_each_row_and_no_other(rows: set[int]) -> None:
+def test_ranges_name_each_row_and_no_other(rows):
     named = [part.split("..") for part in _ranges(sorted(rows)).split(",")]
     assert [row for part in named for row in range(int(part[0]), int(part[-1]) + 1)] == sorted(rows)
 
 
 def test_a_message_that_the_client_could_not_read_is_dead_lettered_with_its_reason_and_tombstones_stay_tombstones(
-    schema: Schema, make_schema: Callable[..., Schema]
-) -> None:
+    schema, make_schema
+):
     keyed = make_schema({"x": {"dtype": "float32", "shape": [3]}}, {"name": "y", "classes": 3}, key={"name": "who"})
     faults = {0: "too-large: why", 1: "header: why", 2: "header: why"}
     settings = StreamSettings(topics=("events",)).resolved("test")
@@ -200,8 +187,8 @@ def test_a_message_that_the_client_could_not_read_is_dead_lettered_with_its_reas
     assert len(keyed_too.letters) == 3
 
 
-def test_a_message_that_was_a_dead_letter_three_times_gets_no_fourth_letter_and_is_counted(schema: Schema) -> None:
-    def sent(times: int) -> Assembled:
+def test_a_message_that_was_a_dead_letter_three_times_gets_no_fourth_letter_and_is_counted(schema):
+    def sent(times):
         headers = [("anabranch-source", b"events.dead[0]@%d" % number) for number in range(times)]
         messages = Messages(PARTITION, [7], [0], [b"k"], [b"bad"], [headers], 8)
         stream = StreamSettings(topics=("events",)).resolved("test")
@@ -218,22 +205,20 @@ def test_a_message_that_was_a_dead_letter_three_times_gets_no_fourth_letter_and_
     ("unlabelled", "outcome", "reason"),
     [("skip", Outcome.SKIPPED, SkipReason.UNLABELLED), ("store", Outcome.PENDING, SkipReason.NONE)],
 )
-def test_events_without_a_label_are_skipped_or_left_to_be_stored(
-    schema: Schema, unlabelled: str, outcome: Outcome, reason: SkipReason
-) -> None:
+def test_events_without_a_label_are_skipped_or_left_to_be_stored(schema, unlabelled, outcome, reason):
     rows = assemble(schema, [b'{"x": [1, 2, 3]}', GOOD], unlabelled=unlabelled).columns
     assert rows["outcome"].tolist() == [outcome, Outcome.PENDING]
     assert rows["reason"].tolist() == [reason, SkipReason.NONE]
 
 
-def test_held_out_events_are_about_the_fraction_and_always_the_same(schema: Schema) -> None:
+def test_held_out_events_are_about_the_fraction_and_always_the_same(schema):
     first = assemble(schema, [GOOD] * 4000, fraction=0.1).columns["outcome"]
     again = assemble(schema, [GOOD] * 4000, fraction=0.1).columns["outcome"]
     assert (first == again).all()
     assert 300 < np.count_nonzero(first == Outcome.HELD_OUT) < 500
 
 
-def test_all_events_of_a_group_are_held_out_or_none(make_schema) -> None:  # type: ignore[no-untyped-def]
+def test_all_events_of_a_group_are_held_out_or_none(make_schema):  # type: ignore[no-untyped-def]
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": 2}, group={"name": "g"})
     values = [b'{"x": 1, "y": 1, "g": %d}' % (i % 40) for i in range(2000)]
     rows = assemble(schema, values, fraction=0.3).columns  # type: ignore[arg-type]
@@ -243,7 +228,7 @@ def test_all_events_of_a_group_are_held_out_or_none(make_schema) -> None:  # typ
     assert shares == {0.0, 1.0}
 
 
-def test_rows_before_the_position_are_left_out(schema: Schema) -> None:
+def test_rows_before_the_position_are_left_out(schema):
     event = {"x": [1, 2, 3], "y": 1}
     rows = assemble(
         schema, [pack_rows(schema, [event] * 3), pack_rows(schema, [event])], kind="rows", begin=Position(100, 2)
@@ -257,11 +242,11 @@ class PanicException(BaseException):
 
 class TestABugInTheDecoder:
     @pytest.fixture(autouse=True)
-    def bug(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(self, monkeypatch):
         """A decoder that raises at one value, whatever comes with it."""
         sound = JsonFormat.decode
 
-        def decode(self: JsonFormat, values: list[bytes], headers: object = ()) -> Decoded:
+        def decode(self, values, headers=()):
             if b"poison" in values:
                 raise TypeError("unforeseen")
             if b"panic" in values:
@@ -270,9 +255,7 @@ class TestABugInTheDecoder:
 
         monkeypatch.setattr(JsonFormat, "decode", decode)
 
-    def test_the_message_that_raises_is_dead_lettered_and_its_neighbours_are_events(
-        self, schema: Schema, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_message_that_raises_is_dead_lettered_and_its_neighbours_are_events(self, schema, caplog):
         assembled = assemble(schema, [GOOD, b"poison", None, b"bad", GOOD, b"poison"])
         dead = Outcome.DEAD_LETTERED
         assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, dead, dead, dead, Outcome.PENDING, dead]
@@ -283,14 +266,14 @@ class TestABugInTheDecoder:
         assert assembled.fault == "TypeError: unforeseen"
         assert [record.exc_info is not None for record in caplog.records] == [True]
 
-    def test_a_panic_is_such_a_bug(self, schema: Schema) -> None:
+    def test_a_panic_is_such_a_bug(self, schema):
         assembled = assemble(schema, [GOOD, b"panic", GOOD])
         assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
         assert dict(assembled.letters[0].added)["anabranch-error"] == b"internal: PanicError: index out of range"
         assert assembled.fault == "PanicError: index out of range"
 
-    def test_a_lack_of_memory_is_no_fault_of_a_message(self, schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-        def decode(self: JsonFormat, values: list[bytes], headers: object = ()) -> Decoded:
+    def test_a_lack_of_memory_is_no_fault_of_a_message(self, schema, monkeypatch):
+        def decode(self, values, headers=()):
             raise MemoryError
 
         monkeypatch.setattr(JsonFormat, "decode", decode)
@@ -298,7 +281,7 @@ class TestABugInTheDecoder:
             assemble(schema, [GOOD])
 
 
-def test_a_text_that_the_tokenizer_cannot_encode_is_dead_lettered_alone_and_no_bug(tmp_path: Path) -> None:
+def test_a_text_that_the_tokenizer_cannot_encode_is_dead_lettered_alone_and_no_bug(tmp_path):
     backtracks = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     path = write_tokenizer(tmp_path / "tokenizer.json", pre_tokenizer=backtracks)
     feature = {"dtype": "string", "encode": {"tokenizer": str(path), "length": 4}}
@@ -311,7 +294,7 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_dead_lettered_alone_and_no_b
     assert assembled.fault is None
 
 
-def test_partitions_that_are_assembled_together_come_out_as_each_alone(schema: Schema) -> None:
+def test_partitions_that_are_assembled_together_come_out_as_each_alone(schema):
     """Rows, letters and held-out events, also where a message has begun to be learned or none is left."""
     event, bad = {"x": [1, 2, 3], "y": 1}, {"x": [1, 2, np.nan], "y": 1}
     values = [[[event, event, bad], [bad]], [], [[event], [event] * 3], [[bad, event]]]
@@ -352,7 +335,7 @@ KEYED = Schema(
 )
 
 
-def test_a_null_value_with_a_key_is_a_tombstone_where_events_have_keys() -> None:
+def test_a_null_value_with_a_key_is_a_tombstone_where_events_have_keys():
     events = [b'{"x": [1, 2, 3], "y": 1, "k": "key-102"}', b'{"x": [1, 2, 3], "y": 1, "k": 7}']
     assembled = assemble(KEYED, [events[0], events[1], None, b"bad"])
     rows = assembled.columns

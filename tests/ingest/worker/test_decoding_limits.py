@@ -5,26 +5,26 @@ import signal
 
 import pytest
 
-from ingest.errors import HistoryAwayError
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Messages
-from ingest.transport.decoding_mark import MARK_BYTES, DecodingMark, OffsetRange
-from ingest.worker.decoding_limits import REFUSED, DecodingLimits
+from anabranch.ingest.errors import HistoryAwayError
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.transport.decoding_mark import MARK_BYTES, DecodingMark, OffsetRange
+from anabranch.ingest.worker.decoding_limits import REFUSED, DecodingLimits
 
 A, B = TopicPartition("events", 0), TopicPartition("events", 1)
 INDEX = {A: 0, B: 1}
 
 
-def mark() -> DecodingMark:
+def mark():
     return DecodingMark(memoryview(mmap.mmap(-1, MARK_BYTES)))
 
 
-def messages(partition: TopicPartition, *offsets: int) -> Messages:
+def messages(partition, *offsets):
     n = len(offsets)
     return Messages(partition, list(offsets), [0] * n, [None] * n, [b"x"] * n, [()] * n, offsets[-1] + 5)
 
 
-def split(limits: DecodingLimits, *portion: Messages) -> list[list[int]]:
+def split(limits, *portion):
     return [[offset for each in part for offset in each.offsets] for part in limits.split(portion, INDEX)]
 
 

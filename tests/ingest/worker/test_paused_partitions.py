@@ -1,44 +1,33 @@
 """A worker whose Schema Registry goes away: partitions wait, and nothing is lost or dead-lettered."""
 
 import io
-import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
 
 import fastavro
 import pytest
 
 from anabranch.core.backoff import Backoff
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.events.block import BlockLayout, Outcome
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.events.schema import Schema
-from ingest.kafka.fake import FakeClient, FakePartition
-from ingest.schema_registry.cache import WriterSchemas
-from ingest.schema_registry.client import RegistryClient
-from ingest.transport.protocol import (
+from anabranch.ingest.events.block import Outcome
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import FakeClient, FakePartition
+from anabranch.ingest.schema_registry.cache import WriterSchemas
+from anabranch.ingest.schema_registry.client import RegistryClient
+from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.ingest.transport.protocol import (
     BlockReady,
-    FromIngest,
     LagReport,
+    Ping,
     Release,
-    Resume,
     SkippedToEnd,
     SkipToEnd,
-    Stop,
-    receive_in_learner,
     send,
 )
-from ingest.transport.shared_ring import SharedRing
-from ingest.worker import lag_reporter
-from ingest.worker import worker as worker_module
-from ingest.worker.block_builder import BlockBuilder
-from ingest.worker.worker import IngestWorker, StoppedError
-from tests.support.registry_server import Registry
+from anabranch.ingest.worker import lag_reporter
+from anabranch.ingest.worker import worker as worker_module
+from tests.ingest.running_worker import RunningWorker
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 SCHEMA = Schema(
@@ -46,92 +35,70 @@ SCHEMA = Schema(
 )
 
 
-def avro_record(number_type: str) -> dict[str, Any]:
+def avro_record(number_type):
     fields = [{"name": "x", "type": number_type}, {"name": "y", "type": "int"}]
     return {"type": "record", "name": "Event", "fields": fields}
 
 
-def message(number: int, x: float, number_type: str = "double") -> bytes:
+def message(number, x, number_type="double"):
     sink = io.BytesIO()
     fastavro.schemaless_writer(sink, fastavro.parse_schema(avro_record(number_type)), {"x": x, "y": 1})
     return b"\0" + number.to_bytes(4) + sink.getvalue()
 
 
-class Pipeline:
-    """A worker in a thread, and the learner's end of its connection; blocks are released as they come."""
+class Pipeline(RunningWorker):
+    """A worker from the first offset on; blocks are released as they come."""
 
-    def __init__(self, client: FakeClient, registry: Registry) -> None:
+    def __init__(self, client, registry):
         stream = StreamSettings.model_validate(
             {"topics": ["events"], "format": "avro", "registry": {"url": registry.url}}
         ).resolved("test")
         assert stream.registry is not None
         backoff = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=20))
         self.schemas = WriterSchemas(stream.registry, RegistryClient(stream.registry), backoff=backoff)
-        ours, theirs = socket.socketpair()
-        self.connection, connection = Connection(ours.detach()), Connection(theirs.detach())
-        self.ring = SharedRing(BlockLayout(SCHEMA), 1_000_000)
-        builder = BlockBuilder(SCHEMA, stream, HoldOut(fraction=0, seed=0), self.schemas)
-        worker = IngestWorker(stream, client, builder, self.ring, connection, schemas=self.schemas)
+        first = [(P0, Position(0)), (P1, Position(0))]
+        super().__init__(SCHEMA, stream, client, first, schemas=self.schemas)
         self.read: dict[int, list[tuple[int, float]]] = {0: [], 1: []}
         """Offset and feature of each event that came in a block, by partition."""
         self.outcomes: set[int] = set()
         self.ends: dict[int, int] = {}
 
-        def run() -> None:
-            with pytest.raises(StoppedError):
-                worker.run([(P0, Position(0)), (P1, Position(0))])
+    def take(self, message):
+        if isinstance(message, BlockReady):
+            columns = self.ring.views(message.slot, message.rows)
+            names = ("partition", "offset", "feature.x")
+            for partition, offset, x in zip(*(columns[name].tolist() for name in names), strict=True):
+                self.read[partition].append((offset, x))
+            self.outcomes |= set(columns["outcome"].tolist())
+            self.ends |= {cover.partition: cover.end for cover in message.coverage}
+            send(self.connection, Release(message.slot))
+        if isinstance(message, LagReport):
+            send(self.connection, Ping())
 
-        self.thread = threading.Thread(target=run)
-        self.thread.start()
-
-    def receive_until(self, matches: Callable[[FromIngest], bool]) -> FromIngest:
-        while True:
-            assert self.connection.poll(20), "the worker sent no message"
-            received = receive_in_learner(self.connection)
-            if isinstance(received, BlockReady):
-                columns = self.ring.views(received.slot, received.rows)
-                names = ("partition", "offset", "feature.x")
-                for partition, offset, x in zip(*(columns[name].tolist() for name in names), strict=True):
-                    self.read[partition].append((offset, x))
-                self.outcomes |= set(columns["outcome"].tolist())
-                self.ends |= {cover.partition: cover.end for cover in received.coverage}
-                send(self.connection, Release(received.slot))
-            if isinstance(received, LagReport):
-                send(self.connection, Resume())
-            if matches(received):
-                return received
-
-    def receive_events(self, partition: int, count: int) -> None:
+    def receive_events(self, partition, count):
         self.receive_until(lambda _: len(self.read[partition]) >= count)
 
-    def problem(self) -> str | None:
+    def problem(self):
         report = self.receive_until(lambda each: isinstance(each, LagReport))
         assert isinstance(report, LagReport)
         return report.problem
 
 
 @pytest.fixture
-def pipeline(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Any:
+def pipeline(registry, monkeypatch):
     monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
     monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.0)
 
     @contextmanager
-    def start(client: FakeClient) -> Iterator[Pipeline]:
-        started = Pipeline(client, registry)
-        try:
+    def start(client):
+        with Pipeline(client, registry) as started, closing(started.schemas):
             yield started
-        finally:
-            send(started.connection, Stop())
-            started.thread.join(20)
-            assert not started.thread.is_alive()
-            started.schemas.close()
-            started.ring.close()
 
     return start
 
 
 @pytest.fixture
-def client() -> FakeClient:
+def client():
     return FakeClient({P0: FakePartition(), P1: FakePartition()})
 
 
@@ -191,7 +158,7 @@ def test_no_answer_of_a_registry_that_does_not_work_makes_a_dead_letter(registry
 
 
 def test_a_schema_that_the_registry_lacks_makes_a_dead_letter(registry, pipeline, client, monkeypatch):
-    monkeypatch.setattr("ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
     client.topics[P0].append(message(9, 1.0))
     with pipeline(client) as running:
         running.receive_events(0, 1)
@@ -221,7 +188,7 @@ def test_skipping_to_the_end_ends_the_pause(registry, pipeline, client):
 def test_a_partition_that_waits_is_not_reported_as_stalled(registry, pipeline, client, monkeypatch):
     registry.faults.away = True
     client.topics[P0].append(message(1, 1.0))
-    monkeypatch.setattr("ingest.worker.stalled_partitions.STALLED_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.ingest.worker.stalled_partitions.STALLED_SECONDS", 0.0)
     with pipeline(client) as running:
         running.receive_until(lambda each: isinstance(each, LagReport) and "waits" in str(each.problem))
         for _ in range(5):

@@ -1,8 +1,8 @@
 """When retention removes records before the history is read."""
 
-from ingest.events.partition import TopicPartition
-from ingest.transport.protocol import HistoryProgress
-from ingest.worker.retention_watch import RetentionWatch
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.transport.protocol import HistoryProgress
+from anabranch.ingest.worker.retention_watch import RetentionWatch
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 NOW = 1_800_000_000.0
@@ -11,15 +11,15 @@ NOW = 1_800_000_000.0
 class Clock:
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def progress(rows_done: int, *, done: bool = False) -> HistoryProgress:
+def progress(rows_done, *, done=False):
     return HistoryProgress(1, 0, 10_000, rows_done, done)
 
 
-def test_removal_before_the_expected_end_is_a_problem_in_time() -> None:
+def test_removal_before_the_expected_end_is_a_problem_in_time():
     clock = Clock()
     watch = RetentionWatch({P0: NOW + 5000, P1: NOW + 500}, 0, clock, lambda: NOW + clock.now)
     assert watch.problem(progress(0)) is None
@@ -37,7 +37,7 @@ def test_removal_before_the_expected_end_is_a_problem_in_time() -> None:
     assert watch.problem(progress(10_000, done=True)) is None
 
 
-def test_without_retention_there_is_no_problem() -> None:
+def test_without_retention_there_is_no_problem():
     clock = Clock()
     watch = RetentionWatch({}, 0, clock, lambda: NOW)
     assert watch.problem(progress(0)) is None

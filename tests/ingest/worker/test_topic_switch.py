@@ -1,17 +1,17 @@
 """Where the topics begin when the history was read."""
 
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
-from typing import Any, cast
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import cast
 
 import pytest
 from typing_extensions import override
 
-from ingest.config import StreamSettings
-from ingest.events.partition import TopicPartition
-from ingest.kafka.client import Client, Messages
-from ingest.worker.partition_table import PartitionTable
-from ingest.worker.topic_switch import first_times, topics_begin
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.client import Client, Messages
+from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.worker.partition_table import PartitionTable
+from anabranch.ingest.worker.topic_switch import first_times, topics_begin
 
 E0, E1, LABELS = TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("labels", 0)
 BEGIN = 1_764_000_000_000
@@ -21,35 +21,35 @@ HOUR = 3_600_000
 class Broker:
     """Has, of each partition, one record an hour from a time on; `removed` are gone before it."""
 
-    def __init__(self, first_hours: Mapping[TopicPartition, int], removed: Mapping[TopicPartition, int]) -> None:
+    def __init__(self, first_hours, removed):
         self._hours, self._removed = first_hours, removed
         self._assigned: Mapping[TopicPartition, int] = {}
 
-    def partitions(self) -> list[TopicPartition]:
+    def partitions(self):
         return list(self._hours)
 
-    def topic_ids(self) -> dict[str, str]:
+    def topic_ids(self):
         return {}
 
-    def first_offsets(self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None) -> Any:
+    def first_offsets(self, partitions, start, moment):
         at = 0 if moment is None else int(moment.timestamp() * 1000)
         late = {name: max(0, -(-(at - BEGIN) // HOUR) - self._hours[name]) for name in partitions}
         return {name: self._removed.get(name, 0) + (100 if start == "latest" else late[name]) for name in partitions}
 
-    def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+    def log_ends(self, partitions):
         return {name: self._removed.get(name, 0) + 100 for name in partitions}
 
-    def assign(self, positions: Mapping[TopicPartition, int], paused: Sequence[TopicPartition] = ()) -> None:
+    def assign(self, positions, paused=()):
         self._assigned = positions
 
-    def poll(self, timeout: timedelta, most: int) -> list[Messages]:
+    def poll(self, timeout, most):
         hours = {name: self._hours[name] + at - self._removed.get(name, 0) for name, at in self._assigned.items()}
         return [
             Messages(n, [o], [BEGIN + hours[n] * HOUR], [None], [b""], [()], o + 1) for n, o in self._assigned.items()
         ]
 
 
-def settings(start: str = "earliest") -> StreamSettings:
+def settings(start="earliest"):
     values = {
         "topics": ["events"],
         "format": "rows",
@@ -60,26 +60,26 @@ def settings(start: str = "earliest") -> StreamSettings:
     return StreamSettings.model_validate(values).resolved("p")
 
 
-def switched(hours: Mapping[TopicPartition, int], removed: Mapping[TopicPartition, int]) -> float:
+def switched(hours, removed):
     switch, lost = topics_begin(cast("Client", Broker(hours, removed)), settings(), timed=True)
     assert switch is not None
     assert lost == any(name in removed for name in (E0, E1))
     return (switch.until_ms - BEGIN) / HOUR
 
 
-def test_the_partition_that_lost_most_decides() -> None:
+def test_the_partition_that_lost_most_decides():
     assert switched({E0: 5, E1: 7, LABELS: 0}, {E0: 10, E1: 10}) == 7
 
 
-def test_a_partition_or_label_topic_that_began_late_skips_no_event_of_the_others() -> None:
+def test_a_partition_or_label_topic_that_began_late_skips_no_event_of_the_others():
     assert switched({E0: 5, E1: 50, LABELS: 90}, {E0: 10}) == 5
     assert switched({E0: 5, E1: 50, LABELS: 90}, {LABELS: 10}) == 5
 
 
-def test_the_first_of_records_that_are_out_of_order_is_the_earliest_of_them() -> None:
+def test_the_first_of_records_that_are_out_of_order_is_the_earliest_of_them():
     class Disordered(Broker):
         @override
-        def poll(self, timeout: timedelta, most: int) -> list[Messages]:
+        def poll(self, timeout, most):
             times = {0: 3_000, 1: 2_000, 2: 9_000}  # and so on, in order
             return [
                 Messages(n, [o], [BEGIN + times.get(o, o * 60_000)], [None], [b""], [()], o + 1)
@@ -90,7 +90,7 @@ def test_the_first_of_records_that_are_out_of_order_is_the_earliest_of_them() ->
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest"])
-def test_labels_are_read_from_their_beginning_as_rows_of_files_wait_for_them(start: str) -> None:
+def test_labels_are_read_from_their_beginning_as_rows_of_files_wait_for_them(start):
     client = cast("Client", Broker({E0: 50, LABELS: 0}, {E0: 10, LABELS: 3}))
     stream = settings(start)
     table = PartitionTable(stream, client)

@@ -5,8 +5,6 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -16,38 +14,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.config import FieldSettings, HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import GapError
-from ingest.events.block import Block, BlockLayout, Coverage, Outcome
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Fingerprint, PartitionFingerprint, Position
-from ingest.events.schema import Schema
-from ingest.formats.base import Decoded
-from ingest.formats.rows import RowsFormat, pack_rows
-from ingest.kafka.client import Lag, Messages
-from ingest.kafka.fake import FakeClient, FakePartition
-from ingest.transport.protocol import (
+from anabranch.ingest.errors import GapError
+from anabranch.ingest.events.block import Block, BlockLayout, Coverage, Outcome
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Fingerprint, PartitionFingerprint, Position
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.rows import RowsFormat, pack_rows
+from anabranch.ingest.kafka.client import Messages
+from anabranch.ingest.kafka.fake import FakeClient, FakePartition
+from anabranch.ingest.settings.stream import FieldSettings, HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.transport.protocol import (
     BlockReady,
     Commit,
-    FromIngest,
     LagReport,
     PartitionsOpened,
-    Pause,
     PausePartitions,
+    Ping,
     Release,
-    Resume,
     SkippedToEnd,
     SkipToEnd,
-    Stop,
-    receive_in_learner,
     send,
 )
-from ingest.transport.shared_ring import SharedRing
-from ingest.worker import lag_reporter
-from ingest.worker import stalled_partitions as stalls
-from ingest.worker import worker as worker_module
-from ingest.worker.block_builder import BlockBuilder
-from ingest.worker.worker import IngestWorker, StoppedError, _portions
+from anabranch.ingest.transport.shared_ring import SharedRing
+from anabranch.ingest.worker import lag_reporter
+from anabranch.ingest.worker import stalled_partitions as stalls
+from anabranch.ingest.worker import worker as worker_module
+from anabranch.ingest.worker.block_builder import BlockBuilder
+from anabranch.ingest.worker.worker import IngestWorker, _portions
+from tests.ingest.running_worker import RunningWorker
 from tests.support.waiting import slowness
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
@@ -62,42 +56,18 @@ LATE = {"topics": ["events"], "format": "rows", "labels": {"topics": ["labels"],
 WITH_LABELS = StreamSettings.model_validate(LATE).resolved("test")
 
 
-class Learner:
-    """The other end of a worker that runs in a thread."""
+class Learner(RunningWorker):
+    """The other end of a worker."""
 
-    def __init__(
-        self,
-        client: FakeClient,
-        ring: SharedRing,
-        positions: list[tuple[TopicPartition, Position]],
-        marks: list[PartitionFingerprint],
-        stream: StreamSettings = STREAM,
-    ) -> None:
-        ours, theirs = socket.socketpair()
-        self.connection, connection = Connection(ours.detach()), Connection(theirs.detach())
-        self.ring = ring
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
         self.broker: list[LagReport] = []
-        schema = SCHEMA if stream.labels is None else KEYED
-        assembler = BlockBuilder(schema, stream, HoldOut(fraction=0, seed=0))
-        worker = IngestWorker(stream, client, assembler, ring, connection)
 
-        def run() -> None:
-            with pytest.raises(StoppedError):
-                worker.run(positions, marks)
+    def take(self, message):
+        if isinstance(message, LagReport):
+            self.broker.append(message)
 
-        self.thread = threading.Thread(target=run)
-        self.thread.start()
-
-    def receive_until(self, matches: Callable[[FromIngest], bool]) -> FromIngest:
-        while True:
-            assert self.connection.poll(20), "the worker sent no message"
-            message = receive_in_learner(self.connection)
-            if isinstance(message, LagReport):
-                self.broker.append(message)
-            if matches(message):
-                return message
-
-    def block(self) -> tuple[Block, int]:
+    def block(self):
         filled = self.receive_until(lambda message: isinstance(message, BlockReady))
         assert isinstance(filled, BlockReady)
         views = self.ring.views(filled.slot, filled.rows)
@@ -105,30 +75,15 @@ class Learner:
         return Block(copied, filled.coverage), filled.slot
 
 
-@contextmanager
-def learner(
-    client: FakeClient,
-    buffer_bytes: int = 1_000_000,
-    positions: list[tuple[TopicPartition, Position]] | None = None,
-    marks: list[PartitionFingerprint] | None = None,
-    stream: StreamSettings = STREAM,
-) -> Iterator[Learner]:
-    ring = SharedRing(BlockLayout(SCHEMA), buffer_bytes)
-    end = Learner(client, ring, positions or [], marks or [], stream)
-    try:
-        yield end
-    finally:
-        send(end.connection, Stop())
-        end.thread.join(20)
-        assert not end.thread.is_alive()
-        ring.close()
+def learner(client, stream=STREAM, **options):
+    return Learner(SCHEMA if stream.labels is None else KEYED, stream, client, **options)
 
 
-def message(first: int, rows: int) -> bytes:
+def message(first, rows):
     return pack_rows(SCHEMA, [{"x": [first + i, 0, 0], "y": 1} for i in range(rows)])
 
 
-def test_blocks_cover_messages_and_gaps() -> None:
+def test_blocks_cover_messages_and_gaps():
     partition = FakePartition()
     partition.append(message(0, 1))
     partition.skip(3)
@@ -143,14 +98,14 @@ def test_blocks_cover_messages_and_gaps() -> None:
     assert (cover.start, cover.end, cover.removed) == (0, 6, 0)
 
 
-def test_only_log_starts_of_ten_minutes_ago_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_log_starts_of_ten_minutes_ago_are_reported(monkeypatch):
     monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
     monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.0)
     monkeypatch.setattr(lag_reporter, "_LOG_STARTS_SECONDS", 0.0)
     starts, asked = [7, 9, 8, 10], itertools.count()
 
     class Aging(FakeClient):
-        def lag(self, *, log_starts: bool = False) -> Lag:
+        def lag(self, *, log_starts=False):
             if log_starts:
                 self.topics[P0].start = starts[min(next(asked), 3)]
             return super().lag(log_starts=log_starts)
@@ -159,31 +114,31 @@ def test_only_log_starts_of_ten_minutes_ago_are_reported(monkeypatch: pytest.Mon
         log_starts: list[int] = []
         while len(log_starts) < 4:
             report = end.receive_until(lambda each: isinstance(each, LagReport))
-            send(end.connection, Resume())
+            send(end.connection, Ping())
             assert isinstance(report, LagReport)
             log_starts += [first for _, first in report.log_starts]
         assert log_starts == [7, 8, 8, 10]
 
 
-def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch):
     monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
     monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.0)
     asked: list[bool] = []
 
     class Noting(FakeClient):
-        def lag(self, *, log_starts: bool = False) -> Lag:
+        def lag(self, *, log_starts=False):
             asked.append(log_starts)
             return super().lag(log_starts=log_starts)
 
     with learner(Noting({P0: FakePartition()})) as end:
         while len(asked) < 5:
             end.receive_until(lambda each: isinstance(each, LagReport))
-            send(end.connection, Resume())
+            send(end.connection, Ping())
     assert asked[:5] == [True, False, False, False, False]
 
 
 @pytest.mark.slow
-def test_a_full_ring_stops_the_reading_until_a_slot_is_released() -> None:
+def test_a_full_ring_stops_the_reading_until_a_slot_is_released():
     partition = FakePartition()
     with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
         rows = end.ring.rows
@@ -197,7 +152,7 @@ def test_a_full_ring_stops_the_reading_until_a_slot_is_released() -> None:
         assert end.block()[1] == slots[2]
 
 
-def test_released_slots_are_overwritten_while_little_comes_and_others_are_not() -> None:
+def test_released_slots_are_overwritten_while_little_comes_and_others_are_not():
     partition = FakePartition()
     with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
         rows = end.ring.rows
@@ -208,7 +163,7 @@ def test_released_slots_are_overwritten_while_little_comes_and_others_are_not() 
         for slot in released:
             send(end.connection, Release(slot))
 
-        def held(slot: int) -> int:
+        def held(slot):
             return sum(int(column.view("u1").any()) for column in end.ring.views(slot, rows).values() if column.nbytes)
 
         deadline = time.monotonic() + 20 * slowness()
@@ -218,20 +173,18 @@ def test_released_slots_are_overwritten_while_little_comes_and_others_are_not() 
         assert end.ring.views(kept, rows)["feature.x"].tolist() == blocks[0][0].columns["feature.x"].tolist()
 
 
-def test_pause_stops_the_reading_and_resume_continues_it() -> None:
+def test_positions_that_the_learner_sends_are_committed():
     partition = FakePartition()
     client = FakeClient({P0: partition})
     with learner(client) as end:
         end.receive_until(lambda each: isinstance(each, PartitionsOpened))
-        send(end.connection, Pause())
         send(end.connection, Commit([(0, 7)]))
-        send(end.connection, Resume())
         partition.append(message(0, 1))
         assert end.block()[0].columns["offset"].tolist() == [0]
     assert client.committed == {P0: 7}
 
 
-def test_a_message_that_is_being_appended_is_not_read_before_it_is_there() -> None:
+def test_a_message_that_is_being_appended_is_not_read_before_it_is_there():
     partition = FakePartition()
     client = FakeClient({P0: partition})
     client.assign({P0: 0})
@@ -247,19 +200,19 @@ def test_a_message_that_is_being_appended_is_not_read_before_it_is_there() -> No
 class Stuck(FakeClient):
     """Never hands out what partition 0 has, as a client does that silently fails to read a batch."""
 
-    def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
+    def poll(self, timeout, limit):
         return [messages for messages in super().poll(timeout, limit) if messages.partition != P0]
 
 
 class TestAStall:
     @pytest.fixture(autouse=True)
-    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(self, monkeypatch):
         monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.01)
         monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.01)
         monkeypatch.setattr(lag_reporter, "_BUSY_SHARE", 1.0)
         monkeypatch.setattr(stalls, "STALLED_SECONDS", 0.1)
 
-    def test_a_stalled_position_is_reported_as_a_problem(self) -> None:
+    def test_a_stalled_position_is_reported_as_a_problem(self):
         partition, other = FakePartition(), FakePartition()
         partition.append(message(0, 1))
         with learner(Stuck({P0: partition, P1: other})) as end:
@@ -268,15 +221,15 @@ class TestAStall:
                 if isinstance(received, BlockReady):  # else the ring becomes full, and nothing is read
                     send(end.connection, Release(received.slot))
                     continue
-                send(end.connection, Resume())  # it reports only while the learner sends messages
+                send(end.connection, Ping())  # it reports only while the learner sends messages
                 other.append(message(0, 1))
             assert end.broker[-1].problem.startswith("events[0] is stalled at offset 0, while it ends at 1: the broker")
 
     @pytest.mark.slow
-    def test_waiting_for_the_learner_does_not_count_as_a_stall(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_waiting_for_the_learner_does_not_count_as_a_stall(self, monkeypatch):
         now, receive = 0.0, IngestWorker._receive
 
-        def receive_slowly(worker: IngestWorker, *, wait: bool) -> None:
+        def receive_slowly(worker, *, wait):
             nonlocal now
             now += 0.05 * wait
             receive(worker, wait=wait)
@@ -293,24 +246,22 @@ class TestAStall:
                 end.block()
             while now < 1:
                 end.receive_until(lambda each: isinstance(each, LagReport))
-                send(end.connection, Resume())
+                send(end.connection, Ping())
         assert [each.problem for each in end.broker] == [None] * len(end.broker)
 
 
 class Held(FakeClient):
     """Opens only when it may."""
 
-    def __init__(self, topics: dict[TopicPartition, FakePartition]) -> None:
+    def __init__(self, topics):
         super().__init__(topics)
         self.may = threading.Event()
 
-    def open(self) -> None:
+    def open(self):
         assert self.may.wait(20)
 
 
-def test_a_partition_that_is_held_is_read_once_it_is_released_and_is_not_stalled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_partition_that_is_held_is_read_once_it_is_released_and_is_not_stalled(monkeypatch):
     monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
     monkeypatch.setattr(stalls, "STALLED_SECONDS", 0.0)
     topics = {P0: FakePartition(), P1: FakePartition()}
@@ -333,7 +284,7 @@ def test_a_partition_that_is_held_is_read_once_it_is_released_and_is_not_stalled
 
 
 class TestPassingOver:
-    def test_skipped_offsets_are_reported_and_later_events_are_read(self) -> None:
+    def test_skipped_offsets_are_reported_and_later_events_are_read(self):
         partition = FakePartition()
         for _ in range(500):
             partition.append(message(0, 1))
@@ -351,7 +302,7 @@ class TestPassingOver:
             assert block.columns["offset"].tolist() == [502]
             assert [(cover.start, cover.end, cover.passed) for cover in block.coverage] == [(502, 503, 0)]
 
-    def test_labels_are_read_since_events_that_were_read_wait_for_them(self) -> None:
+    def test_labels_are_read_since_events_that_were_read_wait_for_them(self):
         events, labels = FakePartition(), FakePartition()
         for number in range(3):
             events.append(pack_rows(KEYED, [{"x": [0, 0, 0], "id": number}]))
@@ -366,12 +317,12 @@ class TestPassingOver:
             assert block.columns["partition"].tolist() == [1, 1, 1]
             assert block.columns["outcome"].tolist() == [Outcome.LABEL] * 3
 
-    def test_at_the_end_of_a_partition_nothing_is_skipped_or_reported(self) -> None:
+    def test_at_the_end_of_a_partition_nothing_is_skipped_or_reported(self):
         with learner(FakeClient({P0: FakePartition()})) as end:
             send(end.connection, SkipToEnd())
             assert isinstance(end.receive_until(lambda each: isinstance(each, SkippedToEnd | BlockReady)), SkippedToEnd)
 
-    def test_the_rest_of_a_torn_message_is_read(self) -> None:
+    def test_the_rest_of_a_torn_message_is_read(self):
         partition = FakePartition()
         partition.append(message(0, 3))
         partition.append(message(0, 1))
@@ -383,7 +334,7 @@ class TestPassingOver:
             block, _ = end.block()
             assert block.columns["row"].tolist() == [1, 2, 0]
 
-    def test_fetched_messages_that_are_in_no_block_yet_are_skipped_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fetched_messages_that_are_in_no_block_yet_are_skipped_too(self, monkeypatch):
         monkeypatch.setattr(worker_module, "_PORTION_BYTES", 1)
         partition = FakePartition()
         for first in range(1000):
@@ -400,7 +351,7 @@ class TestPassingOver:
             assert covered[-1].passed > 500
             assert all(before.end == after.start for before, after in itertools.pairwise(covered))
 
-    def test_a_broker_that_is_away_is_asked_again(self) -> None:
+    def test_a_broker_that_is_away_is_asked_again(self):
         partition = FakePartition()
         partition.append(message(0, 1))
         client = Held({P0: partition})
@@ -413,7 +364,7 @@ class TestPassingOver:
             assert end.block()[0].coverage == (Coverage(0, 0, 1, passed=1),)
 
 
-def test_a_block_comes_only_after_its_dead_letters_are_acknowledged() -> None:
+def test_a_block_comes_only_after_its_dead_letters_are_acknowledged():
     partition = FakePartition()
     client = FakeClient({P0: partition})
     client.refused_letters = 1
@@ -426,7 +377,7 @@ def test_a_block_comes_only_after_its_dead_letters_are_acknowledged() -> None:
     assert any(each.problem and "events.dead" in each.problem for each in end.broker)
 
 
-def test_a_block_reports_the_dead_letters_that_were_not_written(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_reports_the_dead_letters_that_were_not_written(caplog):
     partition = FakePartition()
     client = FakeClient({P0: partition})
     client.dropped_values = {b"torn"}
@@ -445,7 +396,7 @@ def test_a_block_reports_the_dead_letters_that_were_not_written(caplog: pytest.L
 
 
 @pytest.mark.slow
-def test_a_broker_that_is_away_is_reported_and_waited_for() -> None:
+def test_a_broker_that_is_away_is_reported_and_waited_for():
     partition = FakePartition()
     client = FakeClient({P0: partition})
     with learner(client) as end:
@@ -458,10 +409,10 @@ def test_a_broker_that_is_away_is_reported_and_waited_for() -> None:
         end.receive_until(lambda each: isinstance(each, LagReport) and each.problem is None)
 
 
-def test_a_bug_in_decoding_is_reported_and_does_not_stop_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_decoding_is_reported_and_does_not_stop_the_stream(monkeypatch):
     sound = RowsFormat.decode
 
-    def decode(self: RowsFormat, values: list[bytes], headers: object = ()) -> Decoded:
+    def decode(self, values, headers=()):
         if b"poison" in values:
             raise TypeError("unforeseen")
         return sound(self, values)
@@ -481,7 +432,7 @@ def test_a_bug_in_decoding_is_reported_and_does_not_stop_the_stream(monkeypatch:
 
 
 @given(st.lists(st.tuples(st.lists(st.none() | st.integers(0, 9), max_size=8), st.integers(0, 3)), max_size=5))
-def test_portions_are_small_and_together_hold_all_fetched_messages(plan: list[tuple[list[int | None], int]]) -> None:
+def test_portions_are_small_and_together_hold_all_fetched_messages(plan):
     fetched = []
     for index, (sizes, removed) in enumerate(plan):
         n, values = len(sizes), [None if size is None else b"x" * size for size in sizes]
@@ -507,7 +458,7 @@ def test_portions_are_small_and_together_hold_all_fetched_messages(plan: list[tu
         assert parts[-1].end == messages.end
 
 
-def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> None:
+def test_known_partitions_keep_their_index_and_new_ones_come_after_them():
     client = FakeClient({P0: FakePartition(), P1: FakePartition()})
     client.topics[P0].append(message(0, 1))
     client.topics[P1].append(message(0, 1))
@@ -519,7 +470,7 @@ def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> Non
         assert sorted(block.columns["partition"].tolist()) == [0, 1]
 
 
-def test_partitions_of_which_nothing_is_read_are_reported_as_such_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_partitions_of_which_nothing_is_read_are_reported_as_such_and_logged(caplog):
     removed, vanished = TopicPartition("clicks", 0), TopicPartition("events", 1)
     client = FakeClient({P0: FakePartition()})
     client.ids = {"events": "two"}
@@ -535,7 +486,7 @@ def test_partitions_of_which_nothing_is_read_are_reported_as_such_and_logged(cap
     assert "events was created again with fewer partitions: there is no [1]@3 any more" in caplog.text
 
 
-def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> None:
+def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap():
     partition = FakePartition()
     for _ in range(5):
         partition.append(message(0, 1))
@@ -568,7 +519,7 @@ def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> 
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=30))
-def test_blocks_hold_every_event_once_and_cover_all_offsets(plan: list[tuple[int, int, int]]) -> None:
+def test_blocks_hold_every_event_once_and_cover_all_offsets(plan):
     """Messages of many rows over two partitions with gaps, cut into tiny slots: nothing is lost or comes twice."""
     partitions = {P0: FakePartition(), P1: FakePartition()}
     expected: list[tuple[int, int, int]] = []

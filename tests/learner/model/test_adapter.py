@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from anabranch.core.errors import SettingsError
-from learner.config import ModelSettings
-from learner.errors import ModelError
-from learner.model.adapter import apply_adapter
-from learner.model.factory import build_model
-from learner.model.trained_set import base_state, trained_state
-from learner.sections.adapter import AdapterSettings
-from learner.state_dir.version import ModelReference, other_model, reference_to
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.adapter import Adapter
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.factory import build_model, build_on_device
+from anabranch.learner.model.trained_set import base_state, trained_state
+from anabranch.learner.settings.model import AdapterSettings, ModelSettings
+from anabranch.learner.versions.format import ModelReference, other_model, reference_to
 from tests import forkserver
 from tests.support.trained_set import split_state
 
@@ -21,7 +21,7 @@ from tests.support.trained_set import split_state
 class Net(nn.Module):
     """Convolutions, linear layers and a classifier."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.features = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
         self.body = nn.Sequential(nn.Flatten(), nn.Linear(8 * 36, 64), nn.ReLU(), nn.Linear(64, 16))
@@ -31,12 +31,13 @@ class Net(nn.Module):
         return self.classifier(self.body(self.features(x)))
 
 
+CONTEXT = ModelContext(torch.device("cpu"))
 X = torch.linspace(-1, 1, 2 * 64).reshape(2, 1, 8, 8)
 
 
 def adapted(model=None, **settings):
     torch.manual_seed(1)
-    return apply_adapter(Net() if model is None else model, AdapterSettings.model_validate(settings))
+    return Adapter(AdapterSettings.model_validate(settings)).convert(Net() if model is None else model, CONTEXT)
 
 
 def trained_names(model):
@@ -202,10 +203,12 @@ def test_nothing_is_fetched_from_the_hub():
     script = (
         "import sys\n"
         "assert 'huggingface_hub' not in sys.modules\n"
+        "import torch\n"
         "from torch import nn\n"
-        "from learner.model.adapter import apply_adapter\n"
-        "from learner.sections.adapter import AdapterSettings\n"
-        "apply_adapter(nn.Sequential(nn.Linear(4, 4)), AdapterSettings())\n"
+        "from anabranch.learner.model.adapter import Adapter\n"
+        "from anabranch.learner.model.converter import ModelContext\n"
+        "from anabranch.learner.settings.model import AdapterSettings\n"
+        "Adapter(AdapterSettings()).convert(nn.Sequential(nn.Linear(4, 4)), ModelContext(torch.device('cpu')))\n"
         "from huggingface_hub import constants\n"
         "assert constants.HF_HUB_OFFLINE\n"
     )
@@ -224,7 +227,8 @@ class TestFactory:
         (tmp_path / "anabranch_test_adapter2.py").write_text(
             "from torch import nn\ndef build(): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))\n"
         )
-        model = build_model("anabranch_test_adapter2:build", {}, tmp_path, AdapterSettings(train=("1",), rank=2))
+        settings = ModelSettings(factory="anabranch_test_adapter2:build", adapter=AdapterSettings(train=("1",), rank=2))
+        model = build_on_device(settings, tmp_path, torch.device("cpu"))
         assert split_state(model) == (
             ["0.lora_A.default.weight", "0.lora_B.default.weight", "1.weight", "1.bias"],
             ["0.base_layer.weight", "0.base_layer.bias"],

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from learner.errors import ModelError
-from learner.model.base_precision import Nf4Embedding, Nf4Linear, store_frozen
-from learner.state_dir.safetensors_file import digest_of, pieces_of
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.base_precision import Nf4Embedding, Nf4Linear, store_frozen
+from anabranch.learner.state_dir.safetensors_file import digest_of, pieces_of
 
 # Dettmers et al. 2023, appendix E.
 NF4_LEVELS = torch.tensor([
@@ -22,7 +22,7 @@ NF4_LEVELS = torch.tensor([
 class Everything(nn.Module):
     """A model with each kind of layer, all frozen but the last."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(20, 64)
         self.conv = nn.Conv1d(64, 64, 3, padding=1)

@@ -1,37 +1,34 @@
 """The choice of a device, and the generators of random numbers: nothing of CUDA begins where it is not asked for."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 from anabranch.core.errors import DependencyError, SettingsError
-from ingest.events.schema import Schema
-from learner.config import LearnerSettings
-from learner.model import device as module
-from learner.model.device import (
+from anabranch.learner.model import device as module
+from anabranch.learner.model.device import (
     UnusedDevice,
     choose_device,
     choose_precision,
     compute_deterministically,
     driver_fault,
 )
-from learner.model.rng import restore_rng, rng_tensors, rng_values
-from learner.model.task import Classification
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
+from anabranch.learner.model.rng import restore_rng, rng_tensors, rng_values
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbidden(monkeypatch):
     """Fails a test that asks CUDA anything."""
 
-    def refuse(name: str) -> Callable[..., None]:
-        def call(*_: object) -> None:
+    def refuse(name):
+        def call(*_):
             raise AssertionError(f"torch.cuda.{name} was called")
 
         return call
@@ -40,9 +37,11 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, refuse(name))
 
 
-def test_a_learner_on_the_cpu_asks_cuda_nothing(schema: Schema, request: pytest.FixtureRequest) -> None:
+def test_a_learner_on_the_cpu_asks_cuda_nothing(schema, request):
     model, settings = nn.Linear(3, 3), LearnerSettings()
-    trainer = Trainer(model, Classification(), STRATEGIES["er"](), schema, settings, CPU, choose_precision("fp32", CPU))
+    trainer = Trainer(
+        TrainingSetup(model, Classification(), STRATEGIES["er"](), schema, settings, CPU, choose_precision("fp32", CPU))
+    )
     request.getfixturevalue("forbidden")
     assert choose_device("cpu") == CPU
     tensors, values = trainer.generators()
@@ -54,7 +53,7 @@ def test_a_learner_on_the_cpu_asks_cuda_nothing(schema: Schema, request: pytest.
     restore_rng({**tensors, "cuda": torch.zeros(16, dtype=torch.uint8)}, values, CPU)
 
 
-def test_the_generator_of_a_device_is_restored_on_whatever_number_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generator_of_a_device_is_restored_on_whatever_number_it_has_now(monkeypatch):
     state, given = torch.arange(16, dtype=torch.uint8), []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state + device.index)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda tensor, device: given.append((tensor, device)))
@@ -67,7 +66,7 @@ def test_the_generator_of_a_device_is_restored_on_whatever_number_it_has_now(mon
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def machine(monkeypatch, tmp_path):
     """A machine with NVIDIA's driver, of which a torch that is built for CUDA 13 sees no device."""
     driver = tmp_path / "nvidiactl"
     driver.touch()
@@ -79,7 +78,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return driver
 
 
-def test_a_driver_that_is_too_old_is_a_loud_sentence(machine: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_driver_that_is_too_old_is_a_loud_sentence(machine, caplog):
     with pytest.raises(DependencyError) as caught:  # exit code 3, with which `up` starts the part again
         choose_device("cuda")
     assert str(caught.value) == (
@@ -98,16 +97,14 @@ def test_a_driver_that_is_too_old_is_a_loud_sentence(machine: Path, caplog: pyte
 @pytest.mark.parametrize(
     ("visible", "is_fault"), [(None, True), ("0", True), ("", False), ("-1", False), ("NoDevFiles", False)]
 )
-def test_devices_that_are_hidden_on_purpose_are_no_fault(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, is_fault: bool
-) -> None:
+def test_devices_that_are_hidden_on_purpose_are_no_fault(monkeypatch, visible, is_fault):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert (driver_fault() is not None) == is_fault
     assert (UnusedDevice.of("learner.device", "auto", CPU).problem is not None) == is_fault
 
 
-def test_a_machine_without_a_driver_has_no_fault(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_driver_has_no_fault(machine, monkeypatch):
     machine.unlink()
     assert driver_fault() is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # a container that was promised one
@@ -117,11 +114,11 @@ def test_a_machine_without_a_driver_has_no_fault(machine: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_cpu_that_was_asked_for_is_no_problem() -> None:
+def test_a_cpu_that_was_asked_for_is_no_problem():
     assert UnusedDevice.of("learner.device", "cpu", CPU).problem is None
 
 
-def test_a_cuda_device_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_device_has_its_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa,GPU-bbbb")
@@ -131,7 +128,7 @@ def test_a_cuda_device_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda:2", "serving.device")
 
 
-def test_deterministic_learners_do_not_fill_each_new_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_learners_do_not_fill_each_new_tensor(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     try:

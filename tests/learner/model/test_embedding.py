@@ -7,34 +7,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.config import LearnerSettings
-from learner.errors import ModelError
-from learner.model.device import choose_precision
-from learner.model.embedding import Embedding
-from learner.model.task import Classification
-from learner.strategies.examples import Examples
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 MakeModel = Callable[[], nn.Module]
 
 
-def make_trainer(schema: Schema, model: nn.Module, embedding: Embedding | None) -> Trainer:
+def make_trainer(schema, model, embedding):
     settings = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}})
     precision = choose_precision("fp32", CPU)
-    return Trainer(model, Classification(), STRATEGIES["er"](), schema, settings, CPU, precision, embedding)
+    return Trainer(
+        TrainingSetup(model, Classification(), STRATEGIES["er"](), schema, settings, CPU, precision, embedding)
+    )
 
 
-def examples(trainer: Trainer, schema: Schema, begin: int, n: int) -> Examples:
+def examples(trainer, schema, begin, n):
     return trainer.examples(fake_columns(schema, range(begin, begin + n), label=[0, 1, 2]))
 
 
-def test_the_embedding_is_what_the_module_gives_out_before_the_step_new_events_first(
-    schema: Schema, make_model: MakeModel
-) -> None:
+def test_the_embedding_is_what_the_module_gives_out_before_the_step_new_events_first(schema, make_model):
     model, plain = make_model(), make_model()
     trainer = make_trainer(schema, model, Embedding(model, "2"))
     new, old = examples(trainer, schema, 0, 5), examples(trainer, schema, 50, 3)
@@ -48,7 +47,7 @@ def test_the_embedding_is_what_the_module_gives_out_before_the_step_new_events_f
     assert alone.embedding_N.shape == (1, 8)
 
 
-def test_the_loss_of_each_old_event_is_returned(schema: Schema, make_model: MakeModel) -> None:
+def test_the_loss_of_each_old_event_is_returned(schema, make_model):
     trainer, plain = make_trainer(schema, make_model(), None), make_model()
     new, old = examples(trainer, schema, 0, 5), examples(trainer, schema, 50, 3)
     result = trainer.step(new, [old])
@@ -61,18 +60,18 @@ def test_the_loss_of_each_old_event_is_returned(schema: Schema, make_model: Make
     assert trainer.step(new).old_R is None
 
 
-def test_a_module_that_is_not_there_is_refused_with_the_names_of_those_that_are(make_model: MakeModel) -> None:
+def test_a_module_that_is_not_there_is_refused_with_the_names_of_those_that_are(make_model):
     with pytest.raises(ModelError, match=r'model.embedding = "body": the model has no such module, but 0, 1, 2, 3'):
         Embedding(make_model(), "body")
 
 
-def test_a_module_that_takes_no_part_is_refused(make_model: MakeModel) -> None:
+def test_a_module_that_takes_no_part_is_refused(make_model):
     class Idle(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.used, self.idle = nn.Linear(3, 3), nn.Linear(3, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return cast("Tensor", self.used(x))
 
     model = Idle()

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import ModelSettings
-from learner.errors import ModelError
-from learner.model.device import Precision
-from learner.model.factory import (
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.device import Precision
+from anabranch.learner.model.factory import (
     build_model,
     build_on_device,
     check_model,
@@ -23,8 +22,9 @@ from learner.model.factory import (
     make_task,
     tensor_dtype,
 )
-from learner.model.task import Classification, MultiLabel, Regression
-from learner.state_dir.safetensors_file import pieces_of
+from anabranch.learner.model.task import Classification, MultiLabel, Regression
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.state_dir.safetensors_file import pieces_of
 
 CPU = torch.device("cpu")
 FP32, BF16 = Precision("fp32", None), Precision("bf16", torch.bfloat16)
@@ -73,8 +73,8 @@ class TestBuilding:
     @pytest.mark.parametrize(
         ("source", "sentence"),
         [
-            ("", "has no function build"),
-            ("build = 3", "has no function build"),
+            ("", "has no function or class build"),
+            ("build = 3", "has no function or class build"),
             ("def build(:\n", r"importing \w+ fails: SyntaxError: .*line 3\)$"),
             ("import anabranch_no_such", r"imports anabranch_no_such, which is missing"),
             ("from torch import no_such", r"importing \w+ fails: ImportError: cannot import name 'no_such'.*line 3\)$"),

@@ -7,17 +7,18 @@ import torch
 from torch import nn
 
 from anabranch.core.errors import SettingsError
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.compatibility import conflicts, facts
-from learner.config import LearnerSettings
-from learner.errors import ModelError
-from learner.model.device import Precision
-from learner.model.float8 import use_float8
-from learner.model.task import Classification
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
-from replay.config import ReplaySettings
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.device import Precision
+from anabranch.learner.model.float8 import Float8
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.compatibility import conflicts
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from tests.support.facts import facts_of
 
 CPU = torch.device("cpu")
 FP8 = Precision("fp8", torch.bfloat16)
@@ -25,34 +26,34 @@ without_torchao = importlib.util.find_spec("torchao") is None
 needs_torchao = pytest.mark.skipif(without_torchao, reason="torchao is not installed: anabranch[fp8]")
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
 
 
-def trainer_of(schema: Schema, name: str, built: nn.Module) -> Trainer:
+def trainer_of(schema, name, built):
     settings = LearnerSettings.model_validate({"optimizer": {"name": "adamw", "lr": 0.01}})
-    return Trainer(built, Classification(), STRATEGIES[name](), schema, settings, CPU, FP8)
+    return Trainer(TrainingSetup(built, Classification(), STRATEGIES[name](), schema, settings, CPU, FP8))
 
 
 @pytest.mark.skipif(not without_torchao, reason="torchao is installed")
-def test_without_torchao_it_is_one_sentence() -> None:
+def test_without_torchao_it_is_one_sentence():
     with pytest.raises(SettingsError, match=r'learner.precision = "fp8" needs torchao: pip install "anabranch\[fp8\]"'):
-        use_float8(model(), CPU)
+        Float8().convert(model(), ModelContext(CPU))
 
 
-def test_it_does_not_go_with_sharded_weights() -> None:
+def test_it_does_not_go_with_sharded_weights():
     settings = LearnerSettings.model_validate({"precision": "fp8", "sharding": "fsdp", "replicas": 2})
-    ((key, sentence),) = conflicts(facts(settings, ReplaySettings()))
+    ((key, sentence),) = conflicts(facts_of(learner=settings))
     assert key == "learner.precision"
-    assert sentence.startswith('learner.precision = "fp8" does not go with learner.sharding = "fsdp": weights are')
+    assert sentence.startswith('learner.precision = "fp8" does not go with learner.sharding = "fsdp": the weights of')
 
 
 @needs_torchao
 @pytest.mark.filterwarnings("ignore")
 class TestInEightBits:
-    def test_only_layers_that_fit_are_replaced_and_keys_stay(self) -> None:
-        plain, converted = model(), use_float8(model(), CPU)
+    def test_only_layers_that_fit_are_replaced_and_keys_stay(self):
+        plain, converted = model(), Float8().convert(model(), ModelContext(CPU))
         kinds = [type(layer).__name__ for layer in converted if isinstance(layer, nn.Linear)]
         assert kinds == ["Linear", "Float8Linear", "Linear"]
         assert list(converted.state_dict()) == list(plain.state_dict())
@@ -61,15 +62,15 @@ class TestInEightBits:
             assert torch.equal(value, plain.state_dict()[name])
         plain.load_state_dict(converted.state_dict())
 
-    def test_a_model_without_such_a_layer_is_refused(self) -> None:
+    def test_a_model_without_such_a_layer_is_refused(self):
         with pytest.raises(
             ModelError, match=r'no nn\.Linear of the model has sizes that are multiples of 16; write "bf16"'
         ):
-            use_float8(nn.Linear(3, 3), CPU)
+            Float8().convert(nn.Linear(3, 3), ModelContext(CPU))
 
     @pytest.mark.parametrize("name", ["er", "der++", "mir", "lwf", "ewc"])
-    def test_it_learns_and_goes_on_from_a_checkpoint(self, schema: Schema, name: str) -> None:
-        first, second = (trainer_of(schema, name, use_float8(model(), CPU)) for _ in range(2))
+    def test_it_learns_and_goes_on_from_a_checkpoint(self, schema, name):
+        first, second = (trainer_of(schema, name, Float8().convert(model(), ModelContext(CPU))) for _ in range(2))
         losses = []
         for step in range(40):
             columns = fake_columns(schema, range(step, step + 13), label=[0, 1, 2])  # no multiple of 16

@@ -1,29 +1,27 @@
 """Models and tasks that write into what they get: what is stored, held out and captured stays as it was."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.kafka.fake import Columns
-from learner.config import LearnerSettings
-from learner.model.device import choose_precision
-from learner.model.embedding import Embedding, TaskEmbedding
-from learner.model.factory import forward, make_task
-from learner.model.growing.parts import pool_of
-from learner.model.task import Classification
-from learner.strategies.base import eval_mode
-from learner.strategies.examples import Examples
-from learner.strategies.registry import STRATEGIES
-from learner.training.trainer import Trainer
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.embedding import Embedding, TaskEmbedding
+from anabranch.learner.model.factory import forward, make_task
+from anabranch.learner.model.growing.pool import pool_of
+from anabranch.learner.model.task import Classification
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.base import eval_mode
+from anabranch.learner.strategies.examples import Examples
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.testing.stores import sample_of
+from anabranch.testing.strategies import extended
 from tests.learner.learner_bench import LearnerBench
-from tests.support.strategies import extended, small_strategy
+from tests.support.strategies import small_strategy
 
 CPU = torch.device("cpu")
 
@@ -31,35 +29,35 @@ CPU = torch.device("cpu")
 class Dividing(nn.Sequential):
     """Divides its input in place, in training and in evaluation."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x /= 100
         x[x.isnan()] = 0.0
         output: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return output
 
 
-def dividing() -> nn.Module:
+def dividing():
     torch.manual_seed(0)
     return Dividing(nn.Linear(3, 16), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 3))
 
 
-def between_100_and_200(columns: Columns) -> None:
+def between_100_and_200(columns):
     columns["feature.x"][:] = 100 + columns["feature.x"] % 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({"er", "der", "mir", "agem", "er-ace", "ewc", "lwf", "none"} & {*STRATEGIES}))
 @pytest.mark.parametrize("replay", [{}, {"disk": {"bytes": "1MB"}}], ids=["memory", "disk"])
-def test_the_store_has_what_the_message_had(schema: Schema, tmp_path: Path, name: str, replay: dict[str, Any]) -> None:
+def test_the_store_has_what_the_message_had(schema, tmp_path, name, replay):
     learner = {"micro_batch_size": 8, "replay_ratio": 1.0}
     bench = LearnerBench(tmp_path, schema, dividing(), 8, replay=replay, strategy=small_strategy(name), learner=learner)
     bench.stream.change = between_100_and_200
     bench.run()
     held_out = bench.holdout.held.columns["feature.x"].astype(np.float32)
     store = bench.store
-    sample = store.fetch(store.plan(10_000, 200))
+    sample = sample_of(store, 10_000, 200)
     bench.finish()
-    if STRATEGIES[name].replays:
+    if STRATEGIES[name].kind.replays:
         x = sample.columns["feature.x"]
         assert len(x) == 200
         assert (x.min().item(), x.max().item()) >= (100.0, 150.0)
@@ -68,7 +66,7 @@ def test_the_store_has_what_the_message_had(schema: Schema, tmp_path: Path, name
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_an_embedding_is_the_output_of_its_module(inplace: bool) -> None:
+def test_an_embedding_is_the_output_of_its_module(inplace):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 2)).eval()
     embedding, x = Embedding(model, "0"), torch.randn(5, 4)
@@ -80,9 +78,9 @@ def test_an_embedding_is_the_output_of_its_module(inplace: bool) -> None:
     assert (expected < 0).any()
 
 
-def test_an_embedding_of_the_task_is_of_the_features_that_came() -> None:
+def test_an_embedding_of_the_task_is_of_the_features_that_came():
     class Own(Classification):
-        def embed(self, model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
+        def embed(self, model, features):
             return features["x"].clone()
 
     model, x = dividing().eval(), torch.full((2, 3), 100.0)
@@ -93,7 +91,7 @@ def test_an_embedding_of_the_task_is_of_the_features_that_came() -> None:
 
 
 @pytest.mark.parametrize("name", ["experts", "progressive"])
-def test_the_router_learns_what_it_routes_by(name: str) -> None:
+def test_the_router_learns_what_it_routes_by(name):
     """With an activation that overwrites the embedding, the means of classes are those of the module's output."""
     means = []
     for inplace in (False, True):
@@ -106,7 +104,9 @@ def test_the_router_learns_what_it_routes_by(name: str) -> None:
         )
         strategy = extended(small_strategy(name, least=16), model, schema, embedding="0")
         settings = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}})
-        trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, choose_precision("fp32", CPU))
+        trainer = Trainer(
+            TrainingSetup(model, Classification(), strategy, schema, settings, CPU, choose_precision("fp32", CPU))
+        )
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             label_B = torch.tensor([0, 1, 2] * 4)
@@ -120,9 +120,10 @@ def test_the_router_learns_what_it_routes_by(name: str) -> None:
     assert torch.equal(*means)
 
 
-def test_a_task_of_the_user_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_the_user_gets_copies(tmp_path, monkeypatch):
     source = """
-from learner.model.task import Regression
+from anabranch.learner.model.task import Regression
+from anabranch.testing.stores import sample_of
 
 class Own(Regression):
     def loss(self, output_B, label_B):

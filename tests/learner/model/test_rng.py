@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from learner.model.rng import GeneratorStates
+from anabranch.learner.model.rng import GeneratorStates
 
 CPU = torch.device("cpu")
 
 
-def random_numbers(count: int) -> list[float]:
+def random_numbers(count):
     return [float(each) for _ in range(count) for each in (np.random.randn(), random.random(), torch.rand(()))]
 
 
 @pytest.mark.parametrize("first", range(2))
-def test_states_before_and_after_a_step_are_restored_by_turns(first: int) -> None:
+def test_states_before_and_after_a_step_are_restored_by_turns(first):
     """Of two normal numbers that numpy makes at once, the second may be kept before, in and after a step."""
     for in_step, *later in product(range(3), repeat=3):
         np.random.seed(first)
@@ -39,7 +39,7 @@ def test_states_before_and_after_a_step_are_restored_by_turns(first: int) -> Non
 
 
 @pytest.mark.parametrize("between", range(3))
-def test_states_of_a_step_may_be_those_after_the_step_before(between: int) -> None:
+def test_states_of_a_step_may_be_those_after_the_step_before(between):
     """Numbers may be taken between the steps, too."""
     np.random.seed(0)
     random.seed(0)

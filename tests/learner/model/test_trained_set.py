@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from learner.errors import ModelError
-from learner.model.trained_set import (
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.trained_set import (
     base_names,
     base_state,
     check_views,

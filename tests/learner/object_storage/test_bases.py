@@ -2,47 +2,45 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from anabranch.core.failures import DamagedError
 from anabranch.core.object_store.bucket import BucketAwayError
-from learner.object_storage.bases.fetching import fetch_base
-from learner.object_storage.bucket_storage import BucketStorage
-from learner.object_storage.fetching import fetch_versions
-from learner.object_storage.head import BucketHead, base_path
-from learner.state_dir.bases import Bases, bases_in
-from learner.state_dir.version import Versions
+from anabranch.learner.object_storage.bases import fetch_base
+from anabranch.learner.object_storage.bucket_storage import BucketStorage
+from anabranch.learner.object_storage.fetching import fetch_versions
+from anabranch.learner.object_storage.head import base_path
+from anabranch.learner.state_dir.bases import Bases, bases_in
+from anabranch.learner.versions.format import Versions
 from tests.learner.object_storage.uploading import FaultyBucket, UploadBench
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., UploadBench]:
+def start(tmp_path):
     """Starts a learner of a state directory: `start("host")`; all of them have the same object store."""
     return lambda name="host": UploadBench(tmp_path, FaultyBucket(f"file://{tmp_path}/bucket"), name)
 
 
 @pytest.fixture
-def bench(start: Callable[..., UploadBench]) -> UploadBench:
+def bench(start):
     return start()
 
 
-def advance(bench: UploadBench) -> None:
+def advance(bench):
     assert bench.version_uploads.advance()
     assert bench.checkpoint_uploads.advance()
 
 
-def objects(bench: UploadBench) -> set[str]:
+def objects(bench):
     return set(bench.bucket.sizes("bases"))
 
 
-def head_of(bench: UploadBench) -> BucketHead:
+def head_of(bench):
     return bench.lease.head
 
 
-def test_a_base_is_uploaded_once_and_before_the_first_folder_that_names_it(bench: UploadBench) -> None:
+def test_a_base_is_uploaded_once_and_before_the_first_folder_that_names_it(bench):
     base = bench.use_base(b"frozen")
     bench.version(1)
     bench.checkpoint(1)
@@ -56,9 +54,7 @@ def test_a_base_is_uploaded_once_and_before_the_first_folder_that_names_it(bench
     assert head_of(bench).bases == {base: 1}
 
 
-def test_a_pipeline_without_a_base_makes_no_request_for_one(
-    bench: UploadBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_without_a_base_makes_no_request_for_one(bench, monkeypatch):
     asked: list[str] = []
     sizes = bench.bucket.sizes
     monkeypatch.setattr(bench.bucket, "sizes", lambda prefix: asked.append(prefix) or sizes(prefix))
@@ -69,7 +65,7 @@ def test_a_pipeline_without_a_base_makes_no_request_for_one(
     assert "bases" not in asked
 
 
-def test_a_base_is_deleted_after_the_last_folder_that_names_it_and_not_before(bench: UploadBench) -> None:
+def test_a_base_is_deleted_after_the_last_folder_that_names_it_and_not_before(bench):
     old = bench.use_base(b"old")
     bench.version(1)
     bench.checkpoint(1)
@@ -91,7 +87,7 @@ def test_a_base_is_deleted_after_the_last_folder_that_names_it_and_not_before(be
     assert objects(bench) == {base_path(new, 1)}
 
 
-def test_a_base_stays_while_a_folder_on_it_is_being_written(bench: UploadBench) -> None:
+def test_a_base_stays_while_a_folder_on_it_is_being_written(bench):
     old, new = bench.use_base(b"old"), bench.use_base(b"new")
     with bench.bases.holding(old):
         with bench.bases.holding(new):
@@ -99,7 +95,7 @@ def test_a_base_stays_while_a_folder_on_it_is_being_written(bench: UploadBench) 
         assert head_of(bench).bases.keys() == {old, new}
 
 
-def test_a_base_of_checkpoints_that_were_set_aside_stays(bench: UploadBench) -> None:
+def test_a_base_of_checkpoints_that_were_set_aside_stays(bench):
     old = bench.use_base(b"old")
     bench.checkpoint(1)
     assert bench.checkpoint_uploads.advance()
@@ -111,9 +107,7 @@ def test_a_base_of_checkpoints_that_were_set_aside_stays(bench: UploadBench) -> 
     assert head_of(bench).bases.keys() == {old, new}
 
 
-def test_an_upload_that_fails_is_done_again_and_leaves_nothing(
-    bench: UploadBench, start: Callable[..., UploadBench]
-) -> None:
+def test_an_upload_that_fails_is_done_again_and_leaves_nothing(bench, start):
     """A base that was written, and never listed, is that of a learner that was killed between the two."""
     base = bench.use_base(b"frozen")
     bench.bucket.write(base_path("a" * 64, 1), b"killed")
@@ -128,7 +122,7 @@ def test_an_upload_that_fails_is_done_again_and_leaves_nothing(
     assert objects(bench) == {base_path(base, 1)}
 
 
-def test_a_version_whose_base_is_damaged_here_is_not_uploaded(bench: UploadBench) -> None:
+def test_a_version_whose_base_is_damaged_here_is_not_uploaded(bench):
     base = bench.use_base(b"frozen")
     bases_in(bench.state_dir).file(base).write_bytes(b"damaged")
     bench.version(1)
@@ -137,9 +131,7 @@ def test_a_version_whose_base_is_damaged_here_is_not_uploaded(bench: UploadBench
     assert head_of(bench).versions == head_of(bench).bases == {}
 
 
-def test_a_fresh_host_fetches_the_base_of_the_newest_version(
-    bench: UploadBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fresh_host_fetches_the_base_of_the_newest_version(bench, tmp_path, caplog):
     base = bench.use_base(b"frozen")
     bench.version(1)
     advance(bench)
@@ -156,7 +148,7 @@ def test_a_fresh_host_fetches_the_base_of_the_newest_version(
     assert not bases_in(tmp_path / "c").digests()
 
 
-def test_a_base_that_the_object_store_lacks_is_one_sentence(bench: UploadBench, tmp_path: Path) -> None:
+def test_a_base_that_the_object_store_lacks_is_one_sentence(bench, tmp_path):
     bases, sha256 = Bases(tmp_path / "bases"), hashlib.sha256(b"frozen").hexdigest()
     with pytest.raises(DamagedError, match=f"/bucket has no base '{sha256}'"):
         fetch_base(bench.bucket, {}, sha256, bases)
@@ -165,9 +157,7 @@ def test_a_base_that_the_object_store_lacks_is_one_sentence(bench: UploadBench, 
     assert not bases.path.exists() or not list(bases.path.iterdir())
 
 
-def test_a_learner_on_another_host_lists_the_bases_that_it_inherits(
-    bench: UploadBench, start: Callable[..., UploadBench]
-) -> None:
+def test_a_learner_on_another_host_lists_the_bases_that_it_inherits(bench, start):
     base = bench.use_base(b"frozen")
     bench.version(1)
     advance(bench)

@@ -2,26 +2,24 @@
 is deleted."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import torch
 
-from anabranch.core.object_store.bucket import Bucket, BucketAwayError, Content
-from learner.checkpointing.checkpoint_pruning import CheckpointPruning
-from learner.checkpointing.erase_checkpoints import Eraser
-from learner.errors import SecondLearnerError
-from learner.object_storage.bucket_storage import BucketStorage
-from learner.object_storage.head import Kind, generation_of
-from learner.object_storage.lease import Lease
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.state_dir.checkpoint_rewriter import CheckpointRewriter
-from learner.state_dir.folders import MANIFEST
-from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
-from replay.erasure.erased_events import ErasedEvents
+from anabranch.core.object_store.bucket import Bucket, BucketAwayError
+from anabranch.learner.checkpoints.checkpointer import CheckpointPruning
+from anabranch.learner.checkpoints.erase_checkpoints import CheckpointRewriter, Eraser
+from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.errors import SecondLearnerError
+from anabranch.learner.object_storage.bucket_storage import BucketStorage
+from anabranch.learner.object_storage.head import Kind, generation_of
+from anabranch.learner.object_storage.lease import Lease
+from anabranch.learner.state_dir.folders import MANIFEST
+from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions
+from anabranch.replay.erasure.erased_events import ErasedEvents
 
 T = TypeVar("T")
 HOUR = timedelta(hours=1)
@@ -35,7 +33,7 @@ class KilledError(BaseException):
 class FaultyBucket(Bucket):
     """Fails at the `n`-th change of an object, before or after it has happened."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         super().__init__(url, {})
         self.countdown: int | None = None
         self.after = False
@@ -47,29 +45,29 @@ class FaultyBucket(Bucket):
         """Whether deletions fail, and are executed by `deliver`."""
         self.late: list[Callable[[], object]] = []
 
-    def write(self, path: str, content: Content) -> None:
+    def write(self, path, content):
         self._changing(lambda: super(FaultyBucket, self).write(path, content))
 
-    def create(self, path: str, content: bytes) -> str:
+    def create(self, path, content):
         return self._changing(lambda: super(FaultyBucket, self).create(path, content))
 
-    def replace(self, path: str, content: bytes, tag: str) -> str:
+    def replace(self, path, content, tag):
         return self._changing(lambda: super(FaultyBucket, self).replace(path, content, tag))
 
-    def delete(self, paths: Sequence[str]) -> None:
+    def delete(self, paths):
         some = list(paths)
         if self.is_late:
             self.late.append(lambda: super(FaultyBucket, self).delete(some))
             raise BucketAwayError("no reply")
         self._changing(lambda: super(FaultyBucket, self).delete(some))
 
-    def deliver(self) -> None:
+    def deliver(self):
         """Execute the deletions whose replies were lost."""
         self.is_late = False
         while self.late:
             self.late.pop()()
 
-    def _changing(self, change: Callable[[], T]) -> T:
+    def _changing(self, change):
         if self.dead:
             raise KilledError
         if self.countdown is not None:
@@ -85,32 +83,32 @@ class FaultyBucket(Bucket):
 
 
 @pytest.fixture
-def make_bucket(tmp_path: Path) -> Callable[[], FaultyBucket]:
+def make_bucket(tmp_path):
     """Returns an empty bucket."""
     numbers = iter(range(1_000_000))
     return lambda: FaultyBucket(f"memory://{tmp_path.name}/{next(numbers)}")
 
 
-def taken(bucket: Bucket, holder: str = "a") -> Lease:
+def taken(bucket, holder="a"):
     lease = Lease(bucket, HOUR, holder)
-    lease.take(0)
+    lease.acquire(0)
     return lease
 
 
-def checkpoints_in(bucket: Bucket, tmp_path: Path, lease: Lease | None) -> Checkpoints:
+def checkpoints_in(bucket, tmp_path, lease):
     generation = lease.generation if lease is not None else 0
     return Checkpoints(
         tmp_path / "nowhere", "digest", generation, BucketStorage(bucket, "checkpoints", tmp_path / "fetched", lease)
     )
 
 
-def checkpoint(step: int, carried: dict[str, int], *segments: int) -> Checkpoint:
+def checkpoint(step, carried, *segments):
     tensors = {"model": {"w": torch.full((9,), float(step))}}
     tensors |= {f"segment-{number}": {"index": torch.arange(number, number + 9)} for number in segments}
     return Checkpoint(step, tensors, {"steps": step}, carried)
 
 
-def version(number: int, generation: int) -> Manifest:
+def version(number, generation):
     return Manifest(
         number=number,
         generation=generation,
@@ -126,33 +124,33 @@ def version(number: int, generation: int) -> Manifest:
     )
 
 
-def paths(bucket: Bucket) -> set[str]:
+def paths(bucket):
     return {path for kind in (*KINDS, "files") for path in bucket.sizes(kind)}
 
 
-def named_paths(bucket: Bucket, tmp_path: Path) -> set[str]:
+def named_paths(bucket, tmp_path):
     """Return the paths of all objects that the head reaches."""
     named = set[str]()
     for kind in KINDS:
         storage = BucketStorage(bucket, kind, tmp_path / "fetched")
         for number in storage.numbers():
-            folder = f"{kind}/{number}-{storage.generations()[number]}"
+            folder = f"{kind}/{number}-{storage.table.generations()[number]}"
             named |= {f"{folder}/{MANIFEST}"} | ({f"{folder}/objects.json"} if kind == "checkpoints" else set())
-            named |= {file.path for file in storage.files_of(number).values()}
+            named |= {file.path for file in storage.table.files_of(number).values()}
     return named
 
 
-def work(bucket: Bucket, tmp_path: Path, lease: Lease) -> None:
+def work(bucket, tmp_path, lease):
     """Write, share, rewrite and delete checkpoints and versions, through new storages."""
     work_with(*storages(bucket, tmp_path, lease))
 
 
-def storages(bucket: Bucket, tmp_path: Path, lease: Lease) -> tuple[Checkpoints, Versions]:
+def storages(bucket, tmp_path, lease):
     versions = Versions(tmp_path / "nowhere", BucketStorage(bucket, "versions", tmp_path / "fetched", lease))
     return checkpoints_in(bucket, tmp_path, lease), versions
 
 
-def work_with(checkpoints: Checkpoints, versions: Versions) -> None:
+def work_with(checkpoints, versions):
     """Write, share, rewrite and delete checkpoints and versions, as one learner."""
     first = checkpoints.highest() + 1
     checkpoints.write(first, checkpoint(first, {}, first), 1.0)
@@ -168,7 +166,7 @@ def work_with(checkpoints: Checkpoints, versions: Versions) -> None:
     versions.delete(number)
 
 
-def assert_intact(bucket: Bucket, tmp_path: Path) -> None:
+def assert_intact(bucket, tmp_path):
     """Check that a reader finds each listed checkpoint and version with the digests of its manifest."""
     checkpoints = checkpoints_in(bucket, tmp_path, None)
     for number in checkpoints.numbers():
@@ -184,9 +182,7 @@ def assert_intact(bucket: Bucket, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_kill_at_any_request_leaves_whole_folders_and_the_next_learner_cleans_up(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path, after: bool
-):
+def test_a_kill_at_any_request_leaves_whole_folders_and_the_next_learner_cleans_up(make_bucket, tmp_path, after):
     for kill_at in range(1000):
         bucket = make_bucket()
         first = taken(bucket)
@@ -214,10 +210,8 @@ def test_a_kill_at_any_request_leaves_whole_folders_and_the_next_learner_cleans_
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_checkpoint_of_an_earlier_learner_is_rewritten_into_a_new_folder(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path, after: bool
-):
-    def rewrite(lease: Lease) -> None:
+def test_a_checkpoint_of_an_earlier_learner_is_rewritten_into_a_new_folder(make_bucket, tmp_path, after):
+    def rewrite(lease):
         checkpoints = checkpoints_in(bucket, tmp_path, lease)
         parts = {"segment-1": {"index": torch.zeros(3, dtype=torch.int64)}}
         rewriter = CheckpointRewriter(checkpoints)
@@ -242,7 +236,7 @@ def test_a_checkpoint_of_an_earlier_learner_is_rewritten_into_a_new_folder(
         assert_intact(bucket, tmp_path)
     bucket.countdown = None
     again = checkpoints_in(bucket, tmp_path, taken(bucket))
-    again.clean()
+    again.storage.clean()
     assert paths(bucket) == named_paths(bucket, tmp_path)
     assert [again.part(number, "segment-1")["index"].tolist() for number in again.numbers()] == [[0, 0, 0]] * 2
     assert [again.manifest(number).generation for number in again.numbers()] == [1, 1], "their age stays"
@@ -250,9 +244,7 @@ def test_a_checkpoint_of_an_earlier_learner_is_rewritten_into_a_new_folder(
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_an_erasure_whose_requests_fail_leaves_no_erased_event_once_it_is_repeated(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path, after: bool
-):
+def test_an_erasure_whose_requests_fail_leaves_no_erased_event_once_it_is_repeated(make_bucket, tmp_path, after):
     for fail_at in range(1000):
         bucket = make_bucket()
         checkpoints = checkpoints_in(bucket, tmp_path, taken(bucket))
@@ -264,7 +256,7 @@ def test_an_erasure_whose_requests_fail_leaves_no_erased_event_once_it_is_repeat
         failed = 0
         for _ in range(2):
             try:
-                checkpoints.delete_set_aside()
+                checkpoints.storage.delete_set_aside()
                 rewriter = CheckpointRewriter(checkpoints)
                 for number in checkpoints.numbers():
                     rewriter.sweep(checkpoints.manifest(number))
@@ -282,7 +274,7 @@ def test_an_erasure_whose_requests_fail_leaves_no_erased_event_once_it_is_repeat
     assert fail_at > 8
 
 
-def test_copies_for_an_erasure_are_removed_after_it(make_bucket: Callable[[], FaultyBucket], tmp_path: Path):
+def test_copies_for_an_erasure_are_removed_after_it(make_bucket, tmp_path):
     bucket = make_bucket()
     checkpoints = checkpoints_in(bucket, tmp_path, taken(bucket))
     one = checkpoint(1, {}, 1)
@@ -290,16 +282,14 @@ def test_copies_for_an_erasure_are_removed_after_it(make_bucket: Callable[[], Fa
     fetched = tmp_path / "fetched"
     checkpoints.open(checkpoints.manifest(1))
     assert list(fetched.iterdir())
-    Eraser(checkpoints, tmp_path / "replay", ErasedEvents()).run()
+    Eraser(checkpoints, ErasedEvents()).run()
     assert not fetched.exists() or not list(fetched.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failures", [1, 4])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_requests_that_fail_or_whose_replies_are_lost_hurt_nothing(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path, after: bool, failures: int
-):
+def test_requests_that_fail_or_whose_replies_are_lost_hurt_nothing(make_bucket, tmp_path, after, failures):
     """The same storages go on, as in a learner, with what they have not deleted yet."""
     for fail_at in range(0, 1000, failures):
         bucket = make_bucket()
@@ -318,16 +308,14 @@ def test_requests_that_fail_or_whose_replies_are_lost_hurt_nothing(
         for _ in range(2):
             work_with(checkpoints, versions)
             assert_intact(bucket, tmp_path)
-        checkpoints.clean()
-        versions.clean()
+        checkpoints.storage.clean()
+        versions.storage.clean()
         assert_intact(bucket, tmp_path)
         assert paths(bucket) == named_paths(bucket, tmp_path), fail_at
     assert fail_at > 20
 
 
-def test_deletions_that_are_executed_late_hit_nothing_that_was_written_since(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path
-):
+def test_deletions_that_are_executed_late_hit_nothing_that_was_written_since(make_bucket, tmp_path):
     """Each publication of a number is tried twice with the same contents; the first one fails at its `n`-th request."""
     for fail_at in range(1000):
         bucket = make_bucket()
@@ -348,9 +336,7 @@ def test_deletions_that_are_executed_late_hit_nothing_that_was_written_since(
     assert fail_at >= 5
 
 
-def test_a_deletion_that_is_executed_late_does_not_hit_equal_contents_of_a_later_checkpoint(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path
-):
+def test_a_deletion_that_is_executed_late_does_not_hit_equal_contents_of_a_later_checkpoint(make_bucket, tmp_path):
     bucket = make_bucket()
     checkpoints = checkpoints_in(bucket, tmp_path, taken(bucket))
     for number, segments in ((1, (9,)), (2, ()), (3, ())):
@@ -366,16 +352,14 @@ def test_a_deletion_that_is_executed_late_does_not_hit_equal_contents_of_a_later
     assert paths(bucket) == named_paths(bucket, tmp_path)
 
 
-def test_a_publication_whose_late_write_of_the_head_arrives_is_not_torn(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path
-):
+def test_a_publication_whose_late_write_of_the_head_arrives_is_not_torn(make_bucket, tmp_path):
     """The reply is lost, the same contents are published under the next number, and that fails too."""
     bucket = make_bucket()
     lease = taken(bucket)
     checkpoints = checkpoints_in(bucket, tmp_path, lease)
     requests = []
 
-    def late(path: str, content: bytes, tag: str) -> str:
+    def late(path, content, tag):
         requests.append(lambda: Bucket.replace(bucket, path, content, tag))
         raise BucketAwayError("no reply")
 
@@ -394,7 +378,7 @@ def test_a_publication_whose_late_write_of_the_head_arrives_is_not_torn(
     assert_intact(bucket, tmp_path)
 
 
-def test_a_learner_that_was_fenced_off_changes_nothing(make_bucket: Callable[[], FaultyBucket], tmp_path: Path):
+def test_a_learner_that_was_fenced_off_changes_nothing(make_bucket, tmp_path):
     bucket = make_bucket()
     silent = taken(bucket)
     work(bucket, tmp_path, silent)
@@ -406,7 +390,7 @@ def test_a_learner_that_was_fenced_off_changes_nothing(make_bucket: Callable[[],
     successor = taken(bucket)  # of the same state directory: at once
     work(bucket, tmp_path, successor)
     before = paths(bucket)
-    for change in (lambda: old.delete(number), lambda: old.set_aside(number), versions.clean):
+    for change in (lambda: old.delete(number), lambda: old.storage.set_aside(number), versions.clean):
         with pytest.raises(SecondLearnerError):
             change()
     unfinished.write(MANIFEST, [b"{}"])
@@ -419,15 +403,13 @@ def test_a_learner_that_was_fenced_off_changes_nothing(make_bucket: Callable[[],
     assert_intact(bucket, tmp_path)
 
 
-def test_files_that_checkpoints_share_are_stored_once_and_outlive_the_first(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path
-):
+def test_files_that_checkpoints_share_are_stored_once_and_outlive_the_first(make_bucket, tmp_path):
     bucket = make_bucket()
     lease = taken(bucket)
     checkpoints = checkpoints_in(bucket, tmp_path, lease)
     checkpoints.write(1, checkpoint(1, {}, 1, 2), 1.0)
     checkpoints.write(2, checkpoint(2, {"segment-1": 1}, 2), 2.0)  # one by reference, the other one as it is the same
-    shared = {file.path for file in BucketStorage(bucket, "checkpoints", tmp_path, lease).files_of(1).values()}
+    shared = {file.path for file in BucketStorage(bucket, "checkpoints", tmp_path, lease).table.files_of(1).values()}
     assert len(bucket.sizes("files")) == 2 + 2 * 2  # segments, and model and state of each
     CheckpointPruning(checkpoints, 1).prune()
     assert len(bucket.sizes("files")) == 2 + 2
@@ -440,9 +422,7 @@ def test_files_that_checkpoints_share_are_stored_once_and_outlive_the_first(
     assert {generation_of(path) for path in bucket.sizes("files")} == {lease.generation, successor.generation}
 
 
-def test_nothing_is_deleted_while_the_files_of_one_checkpoint_are_unknown(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path
-):
+def test_nothing_is_deleted_while_the_files_of_one_checkpoint_are_unknown(make_bucket, tmp_path):
     bucket = make_bucket()
     work(bucket, tmp_path, taken(bucket))
     checkpoints = checkpoints_in(bucket, tmp_path, taken(bucket))
@@ -451,42 +431,40 @@ def test_nothing_is_deleted_while_the_files_of_one_checkpoint_are_unknown(
     bucket.write(f"checkpoints/{number}-1/objects.json", b"torn")
     before = bucket.sizes("files").keys()
     after = checkpoints_in(bucket, tmp_path, taken(bucket))
-    after.clean()
+    after.storage.clean()
     after.delete(number + 1)
     assert bucket.sizes("files").keys() == before
     assert after.newest is not None
 
 
 def test_a_checkpoint_that_is_set_aside_does_not_exist_and_keeps_its_files_until_the_next_erasure(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path
+    make_bucket, tmp_path
 ):
     bucket = make_bucket()
     lease = taken(bucket)
     checkpoints = checkpoints_in(bucket, tmp_path, lease)
     checkpoints.write(1, checkpoint(1, {}, 1), 1.0)
     checkpoints.write(2, checkpoint(2, {"segment-1": 1}, 2), 2.0)
-    checkpoints.set_aside(2)
+    checkpoints.storage.set_aside(2)
     before = paths(bucket)
     again = checkpoints_in(bucket, tmp_path, taken(bucket))
-    again.clean()
+    again.storage.clean()
     assert paths(bucket) == before
     assert (again.numbers(), again.highest()) == ([1], 2)
-    again.delete_set_aside()
+    again.storage.delete_set_aside()
     assert again.numbers() == [1]
     assert paths(bucket) == named_paths(bucket, tmp_path)
     with pytest.raises(FileNotFoundError):
-        again.set_aside(2)
+        again.storage.set_aside(2)
 
 
-def test_what_exists_is_known_without_a_request(
-    make_bucket: Callable[[], FaultyBucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_exists_is_known_without_a_request(make_bucket, tmp_path, monkeypatch):
     bucket = make_bucket()
     lease = taken(bucket)
     checkpoints = checkpoints_in(bucket, tmp_path, lease)
     checkpoints.write(1, checkpoint(1, {}, 1), 1.0)
 
-    def refused(*_: object) -> None:
+    def refused(*_):
         raise AssertionError("a request")
 
     for name in ("read_tagged", "sizes", "read_changed"):
@@ -497,7 +475,7 @@ def test_what_exists_is_known_without_a_request(
     assert checkpoints.latest() is not None
 
 
-def test_a_file_that_is_uploaded_is_sent_once(make_bucket: Callable[[], FaultyBucket], tmp_path: Path):
+def test_a_file_that_is_uploaded_is_sent_once(make_bucket, tmp_path):
     bucket = make_bucket()
     storage = BucketStorage(bucket, "checkpoints", tmp_path / "fetched", taken(bucket))
     (tmp_path / "file").write_bytes(b"rows")

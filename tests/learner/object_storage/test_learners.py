@@ -4,17 +4,14 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from learner.object_storage.head import HEAD
-from learner.state_dir.lock import GENERATION
-from learner.state_dir.version import Versions
+from anabranch.learner.object_storage.head import HEAD
+from anabranch.learner.state_dir.lock import GENERATION
+from anabranch.learner.versions.format import Versions
 from tests import forkserver
-from tests.pipelines import LINEAR, PATIENCE_SECONDS, Learner, adds_up, events, total, write_pipeline
+from tests.pipelines import LINEAR, PATIENCE_SECONDS, adds_up, events, total, write_pipeline
 from tests.support.ports import first_free_port
 from tests.support.s3 import S3Prefix
 from tests.support.waiting import TAKES_MINUTES
@@ -39,7 +36,7 @@ mode = "only"
 pytestmark = [pytest.mark.any_broker, pytest.mark.process]
 
 
-def pipeline_in(folder: Path, bootstrap: str, topic: str, storage: str) -> Path:
+def pipeline_in(folder, bootstrap, topic, storage):
     """Write a pipeline into its own folder, as another host has it."""
     folder.mkdir()
     status = f"127.0.0.1:{first_free_port()}"
@@ -47,13 +44,8 @@ def pipeline_in(folder: Path, bootstrap: str, topic: str, storage: str) -> Path:
 
 
 def test_with_an_empty_disk_a_learner_goes_on_from_the_object_store_and_everything_adds_up(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    start: Callable[..., Learner],
-    s3: S3Prefix,
-    tmp_path: Path,
-) -> None:
+    kafka, make_topic, produce, start, s3, tmp_path
+):
     topic = make_topic()
     config = pipeline_in(tmp_path / "a", kafka.bootstrap, topic, s3.toml)
     disk = {"ANABRANCH__REPLAY__DISK__BYTES": "1MB", "ANABRANCH__REPLAY__DEVICE_BYTES": "10kB"}
@@ -76,14 +68,8 @@ def test_with_an_empty_disk_a_learner_goes_on_from_the_object_store_and_everythi
 
 @pytest.mark.parametrize("pause", [0, pytest.param(60, marks=TAKES_MINUTES)])
 def test_of_two_learners_on_one_prefix_one_goes_on_also_after_a_pause_of_the_other(
-    pause: float,
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    start: Callable[..., Learner],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-) -> None:
+    pause, kafka, make_topic, produce, start, request, tmp_path
+):
     """The short pause with a folder for an object store, the long one with an S3 server."""
     prefix = request.getfixturevalue("s3") if pause else S3Prefix(f"file://{tmp_path}/bucket", {})
     topic, url = make_topic(), prefix.url
@@ -111,9 +97,7 @@ def test_of_two_learners_on_one_prefix_one_goes_on_also_after_a_pause_of_the_oth
     assert int((second.state_dir / GENERATION).read_text()) == 2
 
 
-def test_a_store_that_is_away_at_the_start_ends_with_3_and_one_sentence(
-    free_port: Callable[[], int], tmp_path: Path
-) -> None:
+def test_a_store_that_is_away_at_the_start_ends_with_3_and_one_sentence(free_port, tmp_path):
     options = {
         "aws_access_key_id": "key-of-us",
         "aws_secret_access_key": "the-secret-of-us",
@@ -121,7 +105,7 @@ def test_a_store_that_is_away_at_the_start_ends_with_3_and_one_sentence(
         "endpoint": f"http://127.0.0.1:{free_port()}",
     }
     config = pipeline_in(tmp_path / "a", "127.0.0.1:1", "nothing", S3Prefix("s3://bucket/prefix", options).toml)
-    done = forkserver.run(["-m", "learner", "-c", str(config)])
+    done = forkserver.run(["-m", "anabranch.learner", "-c", str(config)])
     sentence = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 3
     assert "storage.url: s3://bucket/prefix/head.json" in sentence

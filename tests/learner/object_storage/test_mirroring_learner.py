@@ -1,25 +1,21 @@
 """A learner as a process that mirrors its state into an S3 server, whose requests fail for a while."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ingest.events.identity import partition_name
-from ingest.events.partition import TopicPartition
-from learner.object_storage.erasure_upload import ERASURES, stored_erasures
-from learner.object_storage.head import HeadReader
-from learner.state_dir.checkpoint import Checkpoints
-from learner.state_dir.report import LearnerReport
-from learner.state_dir.version import Versions
-from replay.erasure.erased_events import ByRange
-from replay.erasure.erasure_log import NAME, ErasureLog
+from anabranch.ingest.events.identity import partition_name
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.learner.checkpoints.format import Checkpoints
+from anabranch.learner.object_storage.erasure_upload import ERASURES, stored_erasures
+from anabranch.learner.object_storage.head import HeadReader
+from anabranch.learner.versions.format import Versions
+from anabranch.replay.erasure.erased_events import ByRange
+from anabranch.replay.erasure.erasure_log import NAME, ErasureLog
 from tests.learner.object_storage.uploading import damaged
-from tests.pipelines import LINEAR, Learner, adds_up, events, total, write_pipeline
+from tests.pipelines import LINEAR, adds_up, events, total, write_pipeline
 from tests.support.s3 import S3Prefix
-from tests.support.s3_proxy import CLOSED, SLOW_DOWN, Answer, S3Proxy, no_fault
+from tests.support.s3_proxy import CLOSED, SLOW_DOWN, S3Proxy, no_fault
 from tests.support.waiting import TAKES_MINUTES
 
 REST = """
@@ -39,12 +35,12 @@ capacity = 10000
 pytestmark = [pytest.mark.any_broker, pytest.mark.process]
 
 
-def lags(report: LearnerReport) -> list[float]:
+def lags(report):
     assert report.storage is not None
     return list(report.storage.lag_seconds.values())
 
 
-def said(report: LearnerReport) -> list[str]:
+def said(report):
     """What is wrong with the uploads: for a short time, or for longer."""
     return [each for each in (*report.warnings, *report.problems) if "has lacked" in each]
 
@@ -57,17 +53,8 @@ def said(report: LearnerReport) -> list[str]:
     ],
 )
 def test_training_goes_on_while_every_request_fails_and_another_host_goes_on_from_what_was_uploaded(
-    answer: Answer,
-    seconds: float,
-    why: str,
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    start: Callable[..., Learner],
-    free_port: Callable[[], int],
-    s3: S3Prefix,
-    tmp_path: Path,
-) -> None:
+    answer, seconds, why, kafka, make_topic, produce, start, free_port, s3, tmp_path
+):
     topic, status, reader = make_topic(), f"127.0.0.1:{free_port()}", HeadReader(s3.bucket)
     with S3Proxy(s3.options["endpoint"]) as proxy:
         storage = S3Prefix(s3.url, proxy.options(s3.options)).toml
@@ -99,17 +86,17 @@ def test_training_goes_on_while_every_request_fails_and_another_host_goes_on_fro
         written.append([ByRange(time=0.0, by="command", partition=partition, first=0, last=9)])
         report = learner.wait_for(lambda each: each.erased_through == 1)
         reader.poll()
-        assert reader.head is not None
-        assert min(reader.head.checkpoints) > (before or 0), "checkpoints with the erased events are still there"
+        assert reader.contents is not None
+        assert min(reader.contents.checkpoints) > (before or 0), "checkpoints with the erased events are still there"
 
         produce(kafka.bootstrap, topic, events(200))
         learner.wait_for(lambda each: total(each) == 600)
         assert learner.stop() == 0
     reader.poll()
-    assert reader.head is not None
-    assert reader.head.released
-    assert max(reader.head.checkpoints) == Checkpoints(learner.state_dir / "checkpoints", "", 0).numbers()[-1]
-    assert max(reader.head.versions) == Versions(learner.state_dir / "versions").numbers()[-1]
+    assert reader.contents is not None
+    assert reader.contents.released
+    assert max(reader.contents.checkpoints) == Checkpoints(learner.state_dir / "checkpoints", "", 0).numbers()[-1]
+    assert max(reader.contents.versions) == Versions(learner.state_dir / "versions").numbers()[-1]
     assert damaged(s3.bucket) == []
     assert s3.bucket.read(ERASURES) == stored_erasures(learner.state_dir)
 

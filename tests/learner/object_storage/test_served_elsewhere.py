@@ -1,15 +1,12 @@
 """A learner and a server that share nothing but an object store."""
 
 import contextlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from serving.reporting.report import ServingReport, read_report
-from tests.pipelines import LINEAR, Learner, Part, events, total, write_pipeline
+from anabranch.serving.reporting.report import read_report
+from tests.pipelines import LINEAR, Part, events, total, write_pipeline
 
 REST = """
 batch_size = 8
@@ -32,14 +29,8 @@ pytestmark = [pytest.mark.any_broker, pytest.mark.process]
 
 @pytest.mark.parametrize("mode", ["mirror", "only"])
 def test_what_was_written_is_read_at_a_server_on_another_host(
-    kafka: Any,
-    make_topic: Callable[..., str],
-    produce: Callable[..., list[int]],
-    start: Callable[..., Learner],
-    free_port: Callable[[], int],
-    tmp_path: Path,
-    mode: str,
-) -> None:
+    kafka, make_topic, produce, start, free_port, tmp_path, mode
+):
     topic, rest = make_topic(), REST.format(folder=tmp_path, mode=mode)
     configs = []
     for host in ("learner", "server"):
@@ -52,7 +43,7 @@ def test_what_was_written_is_read_at_a_server_on_another_host(
         produce(kafka.bootstrap, topic, events(200))
         learner.wait_for(lambda report: total(report) == 200)
 
-        def ready() -> ServingReport | None:
+        def ready():
             report = read_report(server.state_dir)
             return report if report is not None and report.ready else None
 
@@ -70,5 +61,5 @@ def test_what_was_written_is_read_at_a_server_on_another_host(
         assert server.stop() == 0
 
 
-def name_of(config: Path) -> str:
+def name_of(config):
     return config.read_text().split('name = "')[1].partition('"')[0]

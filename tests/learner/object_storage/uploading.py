@@ -1,31 +1,30 @@
 """A state directory whose checkpoints and versions are uploaded to an object store that fails on demand."""
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from anabranch.core.object_store.bucket import Bucket, BucketAwayError, Content
-from learner.object_storage.bases.uploads import uploads_of
-from learner.object_storage.bucket_storage import BucketStorage
-from learner.object_storage.erasure_upload import ErasureUpload
-from learner.object_storage.head import OBJECTS, HeadReader, Kind, folder_path
-from learner.object_storage.lease import Lease
-from learner.object_storage.mirror import Mirror
-from learner.object_storage.uploads import CheckpointUploads, VersionUploads
-from learner.runtime.shutdown import Deadline
-from learner.state_dir.bases import bases_in
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.state_dir.folders import MANIFEST
-from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
-from replay.erasure.erased_events import ByRange
-from replay.erasure.erasure_log import NAME, ErasureLog
+from anabranch.core.object_store.bucket import Bucket, BucketAwayError
+from anabranch.core.shutdown import Deadline
+from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.extensions.storage.extension import Mirror
+from anabranch.learner.extensions.storage.uploads import CheckpointUploads, VersionUploads
+from anabranch.learner.object_storage.bases import uploads_of
+from anabranch.learner.object_storage.bucket_storage import BucketStorage
+from anabranch.learner.object_storage.erasure_upload import ErasureUpload
+from anabranch.learner.object_storage.head import OBJECTS, HeadReader, folder_path
+from anabranch.learner.object_storage.lease import Lease
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.state_dir.folders import MANIFEST
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions
+from anabranch.replay.erasure.erased_events import ByRange
+from anabranch.replay.erasure.erasure_log import NAME, ErasureLog
 
 PATIENCE = timedelta(seconds=60)
 
@@ -33,51 +32,51 @@ PATIENCE = timedelta(seconds=60)
 class FaultyBucket(Bucket):
     """An object store whose requests fail on demand, and whose writes are recorded."""
 
-    def __init__(self, url: str, options: Mapping[str, str] | None = None, retries: int = 0) -> None:
+    def __init__(self, url, options=None, retries=0):
         super().__init__(url, options or {}, retries=retries)
         self.away = False
         self.paths: list[str] = []
         """What was written, in order."""
         self.before_write: Callable[[str], object] = str
 
-    def write(self, path: str, content: Content) -> None:
+    def write(self, path, content):
         self._request(path)
         super().write(path, content)
 
-    def create(self, path: str, content: bytes) -> str:
+    def create(self, path, content):
         self._request(path)
         return super().create(path, content)
 
-    def replace(self, path: str, content: bytes, tag: str) -> str:
+    def replace(self, path, content, tag):
         self._request(path)
         return super().replace(path, content, tag)
 
-    def read_tagged(self, path: str, max_bytes: int | None = None) -> tuple[bytes, str]:
+    def read_tagged(self, path, max_bytes=None):
         self._answer(path)
         return super().read_tagged(path, max_bytes)
 
-    def read_changed(self, path: str, tag: str | None, max_bytes: int | None = None) -> tuple[bytes, str] | None:
+    def read_changed(self, path, tag, max_bytes=None):
         self._answer(path)
         return super().read_changed(path, tag, max_bytes)
 
-    def download(self, path: str, to: Path) -> None:
+    def download(self, path, to):
         self._answer(path)
         super().download(path, to)
 
-    def sizes(self, prefix: str) -> dict[str, int]:
+    def sizes(self, prefix):
         self._answer(prefix)
         return super().sizes(prefix)
 
-    def delete(self, paths: Sequence[str]) -> None:
+    def delete(self, paths):
         self._answer(paths[0])
         super().delete(paths)
 
-    def _request(self, path: str) -> None:
+    def _request(self, path):
         self.before_write(path)
         self._answer(path)
         self.paths.append(path)
 
-    def _answer(self, path: str) -> None:
+    def _answer(self, path):
         if self.away:
             raise BucketAwayError(f"{self.url}/{path}: SlowDown")
 
@@ -85,13 +84,13 @@ class FaultyBucket(Bucket):
 class UploadBench:
     """Writes checkpoints and versions as a learner does, and uploads them."""
 
-    def __init__(self, folder: Path, bucket: FaultyBucket, name: str = "host", keep: int = 3) -> None:
+    def __init__(self, folder, bucket, name="host", keep=3):
         """Take the lease, as the state directory `name` of a folder."""
         self.state_dir = folder / name
         self.state_dir.mkdir(exist_ok=True)
         self.bucket = bucket
         self.lease = Lease(bucket, timedelta(seconds=4), name)
-        self.generation = self.lease.take(0)
+        self.generation = self.lease.acquire(0)
         self.checkpoints = Checkpoints(self.state_dir / "checkpoints", "", self.generation)
         self.versions = Versions(self.state_dir / "versions")
         self.log = ErasureLog(self.state_dir / NAME)
@@ -103,12 +102,12 @@ class UploadBench:
         source = Checkpoints(self.checkpoints.path, "", self.generation)
         self.checkpoint_uploads = CheckpointUploads(source, checkpoints, self.lease, keep, self.log.through, self.bases)
         self.erasures = ErasureUpload(self.state_dir, bucket, self.lease)
-        self.mirror = Mirror(bucket.url, self.erasures, self.version_uploads, self.checkpoint_uploads)
+        self.mirror = Mirror(self.lease, bucket.url, self.erasures, self.version_uploads, self.checkpoint_uploads)
 
-    def _storage(self, kind: Kind) -> BucketStorage:
+    def _storage(self, kind):
         return BucketStorage(self.bucket, kind, self.state_dir / "fetched", self.lease)
 
-    def checkpoint(self, number: int, erased: int = 0, carried: int | None = None, size: int = 100) -> None:
+    def checkpoint(self, number, erased=0, carried=None, size=100):
         """Write a checkpoint of `size` weights, with a segment that is new, or that of an earlier checkpoint."""
         tensors = {"model": {"w": torch.full((size,), float(number))}}
         if carried is None:
@@ -117,7 +116,7 @@ class UploadBench:
         state = {"erased": erased, "ledger": []}
         self.checkpoints.write(number, Checkpoint(number, tensors, state, parts), time.time())
 
-    def version(self, number: int, verdict: Any = "pass") -> None:
+    def version(self, number, verdict="pass"):
         """Write a version."""
         manifest = Manifest(
             number=number,
@@ -135,29 +134,39 @@ class UploadBench:
         )
         self.versions.write({"w": torch.full((10,), float(number))}, manifest, Verdict(verdict))
 
-    def use_base(self, content: bytes) -> str:
+    def use_base(self, content):
         """Write a base, which versions and checkpoints name from now on, and return its SHA-256."""
         sha256 = hashlib.sha256(content).hexdigest()
         bases_in(self.state_dir).write(sha256, [content])
         self.versions.base = self.checkpoints.base = sha256
         return sha256
 
-    def erase(self) -> int:
+    def erase(self):
         """Append a record to the erasure log, and return its number."""
         return self.log.append([ByRange(time=0.0, by="command", partition="t#0[0]", first=1, last=2)])[0].number
 
-    def finished(self) -> bool:
+    def finished(self):
         """Wait until everything is uploaded, and return whether it is."""
         return all(thread.finish(Deadline(PATIENCE)) for thread in self.mirror.threads)
 
 
-def damaged(bucket: Bucket) -> list[str]:
+@contextlib.contextmanager
+def running_threads(mirror):
+    """Run the threads of uploads while the block runs."""
+    mirror.start()
+    try:
+        yield
+    finally:
+        mirror.close()
+
+
+def damaged(bucket):
     """Return what is wrong with the folders that the head lists: files that are missing, or that differ."""
     reader, faults = HeadReader(bucket), list[str]()
     reader.poll()
-    assert reader.head is not None
+    assert reader.contents is not None
     for kind in ("checkpoints", "versions"):
-        for number, generation in reader.head.folders(kind).items():
+        for number, generation in reader.contents.folders(kind).items():
             path = folder_path(kind, number, generation)
             try:
                 files: dict[str, str] = json.loads(bucket.read(f"{path}/{MANIFEST}"))["files"]
@@ -172,6 +181,6 @@ def damaged(bucket: Bucket) -> list[str]:
     return faults
 
 
-def torn(bucket: Bucket) -> list[str]:
+def torn(bucket):
     """Return what is wrong with folders that the head lists, except those that are being deleted."""
     return sorted({*damaged(bucket)} & {*damaged(bucket)})

@@ -10,35 +10,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from anabranch.core.object_store.bucket import Bucket
-from learner.checkpointing.checkpoint_pruning import CheckpointPruning
-from learner.errors import CheckpointError, VersionError
-from learner.object_storage.bucket_storage import BucketStorage
-from learner.object_storage.head import Kind
-from learner.object_storage.lease import Lease
-from learner.state_dir import folders as storage_module
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
-from learner.state_dir.checkpoint_rewriter import CheckpointRewriter
-from learner.state_dir.folders import MANIFEST, Folder, LocalStorage, Storage
-from learner.state_dir.rows_file import ErasedRows
-from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
-from replay.row_source import TierRows
+from anabranch.learner.checkpoints.checkpointer import CheckpointPruning
+from anabranch.learner.checkpoints.erase_checkpoints import CheckpointRewriter
+from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.checkpoints.rows_file import ErasedRows
+from anabranch.learner.errors import CheckpointError, VersionError
+from anabranch.learner.object_storage.bucket_storage import BucketStorage
+from anabranch.learner.object_storage.lease import Lease
+from anabranch.learner.state_dir import folders as storage_module
+from anabranch.learner.state_dir.folders import MANIFEST, Storage
+from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions
+from anabranch.replay.row_source import TierRows
 from tests.memory_storage import MemoryStorage
 from tests.support.s3 import S3Prefix
 
 Maker = Callable[[Path, Callable[[], S3Prefix]], Storage]
 
 
-def bucket_storage(bucket: Bucket, kind: Kind, path: Path) -> BucketStorage:
+def bucket_storage(bucket, kind, path):
     lease = Lease(bucket, timedelta(hours=1), "a")
-    lease.take(0)
+    lease.acquire(0)
     return BucketStorage(bucket, kind, path / "fetched", lease)
 
 
 MAKERS: dict[str, Maker] = {
-    "local": lambda path, _: LocalStorage(path / "local"),
+    "local": lambda path, _: Storage(path / "local"),
     "memory": lambda path, _: MemoryStorage(path / "fetched"),
     "checkpoints in a folder": lambda path, _: bucket_storage(Bucket(f"file://{path}/b", {}), "checkpoints", path),
     "versions in a folder": lambda path, _: bucket_storage(Bucket(f"file://{path}/b", {}), "versions", path),
@@ -55,12 +53,12 @@ MAKERS: dict[str, Maker] = {
         for name, make in MAKERS.items()
     ]
 )
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+def storage(request, tmp_path):
     make: Maker = request.param
     return make(tmp_path, lambda: request.getfixturevalue("s3"))
 
 
-def publish(storage: Storage, number: int, **files: bytes) -> Folder:
+def publish(storage, number, **files):
     with storage.publish(number, 1) as folder:
         for name, content in files.items():
             folder.write(name, [content])
@@ -68,14 +66,14 @@ def publish(storage: Storage, number: int, **files: bytes) -> Folder:
     return storage.folder(number)
 
 
-def test_a_new_storage_is_empty(storage: Storage) -> None:
+def test_a_new_storage_is_empty(storage):
     assert (storage.numbers(), storage.highest(), storage.folder(1).files()) == ([], 0, {})
     assert storage.folder(1).stamp(MANIFEST) is None
     storage.delete(1)
     storage.clean()
 
 
-def test_a_folder_exists_once_it_is_published(storage: Storage) -> None:
+def test_a_folder_exists_once_it_is_published(storage):
     with storage.publish(10, 1) as folder:
         folder.write("rank-0/a", [b"one"])
         folder.write(MANIFEST, [b"{}"])
@@ -89,7 +87,7 @@ def test_a_folder_exists_once_it_is_published(storage: Storage) -> None:
     assert storage.highest() == 10
 
 
-def test_an_error_leaves_no_folder_and_its_number_can_be_used_again(storage: Storage) -> None:
+def test_an_error_leaves_no_folder_and_its_number_can_be_used_again(storage):
     with contextlib.suppress(ZeroDivisionError), storage.publish(1, 1) as folder:
         folder.write(MANIFEST, [b"{}"])
         raise ZeroDivisionError
@@ -98,14 +96,14 @@ def test_an_error_leaves_no_folder_and_its_number_can_be_used_again(storage: Sto
     assert storage.numbers() == [1]
 
 
-def test_a_number_can_be_published_only_once(storage: Storage) -> None:
+def test_a_number_can_be_published_only_once(storage):
     publish(storage, 1, a=b"first")
     with pytest.raises(OSError, match="1"):
         publish(storage, 1, a=b"second")
     assert storage.folder(1).read("a") == b"first"
 
 
-def test_writers_of_two_generations_do_not_interfere(storage: Storage) -> None:
+def test_writers_of_two_generations_do_not_interfere(storage):
     with storage.publish(1, 1) as stale, storage.publish(2, 2) as folder:
         stale.write("a", [b"stale"])
         folder.write("a", [b"new"])
@@ -114,7 +112,7 @@ def test_writers_of_two_generations_do_not_interfere(storage: Storage) -> None:
     assert [storage.folder(number).read("a") for number in (1, 2)] == [b"stale", b"new"]
 
 
-def test_a_link_is_unchanged_when_its_source_is_deleted_or_replaced(storage: Storage) -> None:
+def test_a_link_is_unchanged_when_its_source_is_deleted_or_replaced(storage):
     source = publish(storage, 1, a=b"shared")
     with storage.publish(2, 1) as folder:
         folder.link("rank-0/a", source, "a")
@@ -128,7 +126,7 @@ def test_a_link_is_unchanged_when_its_source_is_deleted_or_replaced(storage: Sto
         storage.folder(2).link("b", storage.folder(1), "a")
 
 
-def test_the_stamp_of_a_file_changes_when_it_is_replaced(storage: Storage) -> None:
+def test_the_stamp_of_a_file_changes_when_it_is_replaced(storage):
     folder = publish(storage, 1, a=b"old")
     before = folder.stamp("a")
     assert before == folder.stamp("a") is not None
@@ -137,7 +135,7 @@ def test_the_stamp_of_a_file_changes_when_it_is_replaced(storage: Storage) -> No
     assert folder.stamp("a") not in (before, None)
 
 
-def test_a_missing_file_is_an_error_to_read_and_to_replace_but_not_to_remove(storage: Storage) -> None:
+def test_a_missing_file_is_an_error_to_read_and_to_replace_but_not_to_remove(storage):
     folder = publish(storage, 1)
     folder.remove("a")
     with pytest.raises(FileNotFoundError):
@@ -148,7 +146,7 @@ def test_a_missing_file_is_an_error_to_read_and_to_replace_but_not_to_remove(sto
     assert storage.numbers() == []
 
 
-def test_a_folder_without_a_manifest_does_not_exist_and_is_cleaned(storage: Storage) -> None:
+def test_a_folder_without_a_manifest_does_not_exist_and_is_cleaned(storage):
     publish(storage, 1)
     publish(storage, 2, a=b"half").remove(MANIFEST)
     assert (storage.numbers(), storage.highest()) == ([1], 2)
@@ -156,11 +154,11 @@ def test_a_folder_without_a_manifest_does_not_exist_and_is_cleaned(storage: Stor
     assert (storage.numbers(), storage.highest()) == ([1], 2 if isinstance(storage, BucketStorage) else 1)
 
 
-def test_a_checkpoint_and_its_links_are_read_back(storage: Storage, tmp_path: Path) -> None:
-    def events(begin: int) -> dict[str, torch.Tensor]:
+def test_a_checkpoint_and_its_links_are_read_back(storage, tmp_path):
+    def events(begin):
         return {"index": torch.arange(begin, begin + 9)}
 
-    def read(slots: NDArray[np.int64], _: object) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+    def read(slots, _):
         return torch.from_numpy(slots)[:, None].view(torch.uint8), slots != 3
 
     every, rows = np.arange(9), TierRows(8, np.arange(9), np.zeros(9, np.uint64), read)
@@ -198,7 +196,7 @@ def test_a_checkpoint_and_its_links_are_read_back(storage: Storage, tmp_path: Pa
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_version_is_judged_again_and_deleted(storage: Storage, tmp_path: Path) -> None:
+def test_a_version_is_judged_again_and_deleted(storage, tmp_path):
     versions = Versions(tmp_path / "nowhere", storage)
     manifest = Manifest(
         number=1,
@@ -228,25 +226,23 @@ def test_a_version_is_judged_again_and_deleted(storage: Storage, tmp_path: Path)
 
 
 @pytest.fixture
-def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, int], list[str]]]:
+def synced(monkeypatch):
     """The synced directories, in order: device and inode, and the names in the directory at that time."""
     found: list[tuple[tuple[int, int], list[str]]] = []
     sync = os.fsync
 
-    def record(descriptor: int) -> None:
+    def record(descriptor):
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
-            found.append(((status.st_dev, status.st_ino), sorted(os.listdir(descriptor))))
+            found.append(((status.st_dev, status.st_ino), sorted(os.listdir(descriptor))))  # noqa: PTH208 a descriptor
         sync(descriptor)
 
     monkeypatch.setattr("os.fsync", record)
     return found
 
 
-def test_files_are_synced_before_the_folder_is_renamed_and_its_name_after(
-    tmp_path: Path, synced: list[tuple[tuple[int, int], list[str]]]
-) -> None:
-    storage = LocalStorage(tmp_path / "local")
+def test_files_are_synced_before_the_folder_is_renamed_and_its_name_after(tmp_path, synced):
+    storage = Storage(tmp_path / "local")
     publish(storage, 3, **{"rank-0/a": b"one"})
     folder = tmp_path / "local" / "3"
     inside = [(inode(folder / "rank-0"), ["a"]), (inode(folder), [MANIFEST, "rank-0"])]
@@ -255,10 +251,8 @@ def test_files_are_synced_before_the_folder_is_renamed_and_its_name_after(
     assert synced[-1] == (inode(tmp_path / "local"), ["3"]), "after the rename"
 
 
-def test_a_link_and_a_new_file_are_synced_before_their_manifest(
-    tmp_path: Path, synced: list[tuple[tuple[int, int], list[str]]]
-) -> None:
-    storage = LocalStorage(tmp_path)
+def test_a_link_and_a_new_file_are_synced_before_their_manifest(tmp_path, synced):
+    storage = Storage(tmp_path)
     publish(storage, 1, **{"rank-0/a": b"one"})
     publish(storage, 2)
     synced.clear()
@@ -273,17 +267,17 @@ def test_a_link_and_a_new_file_are_synced_before_their_manifest(
     assert len([where for where, _ in synced if where == last]) == 2, "that of rank-0 too, before it"
 
 
-def inode(path: Path) -> tuple[int, int]:
+def inode(path):
     """Return device and inode."""
     status = path.stat()
     return status.st_dev, status.st_ino
 
 
-def test_a_file_is_copied_if_the_file_system_has_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
+def test_a_file_is_copied_if_the_file_system_has_no_links(tmp_path, monkeypatch):
+    def refused(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    storage = LocalStorage(tmp_path / "local")
+    storage = Storage(tmp_path / "local")
     source = publish(storage, 1, a=b"shared")
     monkeypatch.setattr(storage_module.Path, "hardlink_to", refused)
     with storage.publish(2, 1) as folder:

@@ -1,7 +1,6 @@
 """The pieces equal the file that the library writes."""
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from anabranch.core.failures import DamagedError
-from learner.state_dir.safetensors_file import _DTYPE_NAMES, TensorFile, digest_of, pieces_of, tensors_of
+from anabranch.learner.state_dir.safetensors_file import _DTYPE_NAMES, TensorFile, digest_of, pieces_of, tensors_of
 from tests.support.memory import python_memory
 
 EACH_DTYPE = {f"t.{dtype}": torch.zeros(2, 3).to(dtype) for dtype in _DTYPE_NAMES}
@@ -33,7 +32,7 @@ FILES: dict[str, dict[str, Tensor]] = {
 
 
 @pytest.mark.parametrize("tensors", FILES.values(), ids=FILES)
-def test_the_pieces_equal_the_file_of_the_library_byte_for_byte(tensors: dict[str, Tensor]) -> None:
+def test_the_pieces_equal_the_file_of_the_library_byte_for_byte(tensors):
     pieces = pieces_of(tensors)
     whole = b"".join(pieces)
     assert whole == save(tensors)
@@ -45,7 +44,7 @@ def test_the_pieces_equal_the_file_of_the_library_byte_for_byte(tensors: dict[st
 
 
 @pytest.mark.parametrize("tensors", FILES.values(), ids=FILES)
-def test_a_file_in_memory_is_read_into_tensors_that_share_nothing(tensors: dict[str, Tensor]) -> None:
+def test_a_file_in_memory_is_read_into_tensors_that_share_nothing(tensors):
     content = save(tensors)
     found = tensors_of(content, "a version")
     assert found.keys() == tensors.keys()
@@ -58,7 +57,7 @@ def test_a_file_in_memory_is_read_into_tensors_that_share_nothing(tensors: dict[
             tensors_of(content[:size], "a version")
 
 
-def test_pieces_share_the_memory_of_the_tensors() -> None:
+def test_pieces_share_the_memory_of_the_tensors():
     tensor = torch.zeros(4, dtype=torch.uint8)
     pieces = pieces_of({"t": tensor})
     tensor[2] = 7
@@ -66,7 +65,7 @@ def test_pieces_share_the_memory_of_the_tensors() -> None:
 
 
 @pytest.mark.parametrize("tensors", FILES.values(), ids=FILES)
-def test_a_file_is_read_back_tensor_by_tensor(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_file_is_read_back_tensor_by_tensor(tensors, tmp_path):
     path = tmp_path / "part.safetensors"
     path.write_bytes(save(tensors))
     found = TensorFile(path)
@@ -78,7 +77,7 @@ def test_a_file_is_read_back_tensor_by_tensor(tensors: dict[str, Tensor], tmp_pa
 
 
 @pytest.mark.slow
-def test_a_tensor_is_read_into_memory_of_torch_alone(tmp_path: Path) -> None:
+def test_a_tensor_is_read_into_memory_of_torch_alone(tmp_path):
     """Python zeroes and copies its own objects while it holds the GIL, for a second per GB."""
     path = tmp_path / "part.safetensors"
     path.write_bytes(save({"w": torch.ones(2**24, dtype=torch.uint8)}))
@@ -87,7 +86,7 @@ def test_a_tensor_is_read_into_memory_of_torch_alone(tmp_path: Path) -> None:
     assert most() < 2**20
 
 
-def test_a_flipped_bit_of_the_header_never_returns_the_same_tensors(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_the_header_never_returns_the_same_tensors(tmp_path):
     path, good = tmp_path / "part.safetensors", save({"w": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bool)})
     path.write_bytes(good)
     whole = {name: tensor.tolist() for name, tensor in TensorFile(path).items()}
@@ -107,7 +106,7 @@ def test_a_flipped_bit_of_the_header_never_returns_the_same_tensors(tmp_path: Pa
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 9, 40, -1])
-def test_a_truncated_file_is_refused(tmp_path: Path, size: int) -> None:
+def test_a_truncated_file_is_refused(tmp_path, size):
     path = tmp_path / "part.safetensors"
     path.write_bytes(save({"w": torch.arange(4.0)})[:size])
     with pytest.raises(DamagedError):

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.events.block import Block, Coverage, Outcome
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from learner.stream.batch import Batch
-from learner.stream.batches import PATIENCE, Batches, Blocks
+from anabranch.ingest.events.block import Block, Coverage, Outcome
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.stream.batches import PATIENCE, Batches
 
 LONG = timedelta(hours=1)
 
@@ -21,12 +19,12 @@ LONG = timedelta(hours=1)
 class Slots:
     """A stream of blocks in a few slots; a released block is overwritten."""
 
-    def __init__(self, schema: Schema, sizes: list[int], slots: int, others: frozenset[int] = frozenset()) -> None:
+    def __init__(self, schema, sizes, slots, others=frozenset()):
         """`others` are the offsets of events that are held out."""
         self._schema, self._sizes, self._free, self._others = schema, sizes, slots, others
         self._offset = 0
 
-    def poll(self, timeout: timedelta) -> Block | None:
+    def poll(self, timeout):
         if not self._sizes:
             return None
         if not self._free:
@@ -41,22 +39,20 @@ class Slots:
                 columns["outcome"][offset - begin] = Outcome.HELD_OUT
         return Block(columns, (Coverage(0, begin, self._offset),))
 
-    def release(self, block: Block) -> None:
+    def release(self, block):
         self._free += 1
         for column in block.columns.values():
             column[...] = np.zeros((), column.dtype)
 
 
-def next_of(batches: Batches) -> Batch:
+def next_of(batches):
     batch = batches.next(threading.Event())
     assert batch is not None
     return batch
 
 
 @given(st.integers(1, 3), st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 60), st.data())
-def test_rows_are_those_of_the_stream_though_a_batch_is_larger_than_all_slots(
-    schema: Schema, slots: int, sizes: list[int], size: int, data: st.DataObject
-) -> None:
+def test_rows_are_those_of_the_stream_though_a_batch_is_larger_than_all_slots(schema, slots, sizes, size, data):
     total = sum(sizes)
     others = data.draw(st.frozensets(st.integers(0, max(0, total - 1)), max_size=total))
     trained = [offset for offset in range(total) if offset not in others]
@@ -80,19 +76,19 @@ def test_rows_are_those_of_the_stream_though_a_batch_is_larger_than_all_slots(
     assert held == sorted(others & set(range(total)))
 
 
-def test_a_batch_larger_than_all_slots_releases_the_slots_that_it_needs(schema: Schema) -> None:
+def test_a_batch_larger_than_all_slots_releases_the_slots_that_it_needs(schema):
     batches = Batches(Slots(schema, [10] * 8, 2), 64, LONG)
     batch = next_of(batches)
     assert batch.new["offset"].tolist() == list(range(64))
 
 
-def test_blocks_without_rows_delay_nothing(schema: Schema) -> None:
+def test_blocks_without_rows_delay_nothing(schema):
     batches = Batches(Slots(schema, [0, 0, 0, 10], 1), 10, LONG)
     assert len(next_of(batches)) == 10
 
 
 @pytest.mark.parametrize("after", [3, 40])
-def test_rows_after_the_last_event_to_train_on_are_in_the_same_batch(schema: Schema, after: int) -> None:
+def test_rows_after_the_last_event_to_train_on_are_in_the_same_batch(schema, after):
     batches = Batches(Slots(schema, [32 + after], 2, frozenset(range(32, 32 + after))), 32, LONG)
     batch = next_of(batches)
     assert len(batch) == 32
@@ -100,11 +96,11 @@ def test_rows_after_the_last_event_to_train_on_are_in_the_same_batch(schema: Sch
     assert batch.spans[-1].positions[0].offset == 32 + after
 
 
-def test_waiting_for_more_events_of_a_batch_ends_with_stop(schema: Schema) -> None:
+def test_waiting_for_more_events_of_a_batch_ends_with_stop(schema):
     stop, source = threading.Event(), Slots(schema, [10], 2)
     polled = source.poll
 
-    def poll(timeout: timedelta) -> Block | None:
+    def poll(timeout):
         assert timeout <= PATIENCE
         block = polled(timeout)
         if block is None and timeout:
@@ -119,7 +115,7 @@ def test_waiting_for_more_events_of_a_batch_ends_with_stop(schema: Schema) -> No
     assert time.monotonic() - begin < LONG.total_seconds() / 60
 
 
-def late(schema: Schema, outcomes: list[Outcome]) -> Blocks:
+def late(schema, outcomes):
     """Return a stream of one block with these outcomes."""
     columns = fake_columns(schema, range(len(outcomes)), label=[0, 1, 2])
     columns["outcome"][:] = outcomes
@@ -130,17 +126,17 @@ def late(schema: Schema, outcomes: list[Outcome]) -> Blocks:
 class OneBlock:
     """A stream that ends after one block."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block):
         self._blocks = [block]
 
-    def poll(self, timeout: timedelta) -> Block | None:
+    def poll(self, timeout):
         return self._blocks.pop() if self._blocks else None
 
-    def release(self, block: Block) -> None:
+    def release(self, block):
         """Keep the block as it is."""
 
 
-def test_waiting_events_and_labels_are_columns_of_their_own_and_end_a_batch(schema: Schema) -> None:
+def test_waiting_events_and_labels_are_columns_of_their_own_and_end_a_batch(schema):
     outcomes = [Outcome.WAITING, Outcome.LABEL, Outcome.PENDING, Outcome.DEAD_LETTERED] * 25
     batches = Batches(late(schema, outcomes), 100, LONG, most_late=20)
     first, second = next_of(batches), next_of(batches)
@@ -152,6 +148,6 @@ def test_waiting_events_and_labels_are_columns_of_their_own_and_end_a_batch(sche
     assert second.spans[0].columns["offset"][0] == 40
 
 
-def test_without_late_labels_a_batch_has_neither(schema: Schema) -> None:
+def test_without_late_labels_a_batch_has_neither(schema):
     batch = next_of(Batches(late(schema, [Outcome.PENDING] * 3), 3, LONG))
     assert (batch.waiting, batch.labels, batch.decided) == ({}, {}, None)

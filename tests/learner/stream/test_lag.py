@@ -2,27 +2,23 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.config import LagPolicySettings
-from ingest.events.block import Block, Coverage, Outcome, SkipReason
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from ingest.reader.cursors import Partition
-from learner.stream.batches import Batches
-from learner.stream.lag import Arrivals, LagPolicy
-from learner.stream.ledger import Ledger
-from learner.stream.partition_ledger import PartitionLedger
+from anabranch.ingest.events.block import Block, Coverage, Outcome, SkipReason
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Position
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.ingest.settings.stream import LagPolicySettings
+from anabranch.learner.stream.batches import Batches
+from anabranch.learner.stream.lag import Arrivals, LagPolicy
+from anabranch.learner.stream.ledger import Ledger
 
 NAME = TopicPartition("events", 0)
 ACTIONS = ["train-all", "sample", "store-only", "skip-to-latest"]
@@ -31,42 +27,40 @@ ACTIONS = ["train-all", "sample", "store-only", "skip-to-latest"]
 class Clock:
     """A clock that changes only when it is set."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 class Stream:
     """One partition, and the times at which it was asked to continue at its end."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock):
         self.ends_time: float | None = None
         self.reads_history = False
         self.partitions = [Partition(NAME, 0, None)]
         self.asked: list[float] = []
         self.clock = clock
 
-    def pass_over(self) -> None:
+    def pass_over(self):
         self.asked.append(self.clock())
 
 
-def policy(
-    clock: Clock, action: str = "sample", stream: Stream | None = None, *, reads: bool = False, **more: Any
-) -> LagPolicy:
+def policy(clock, action="sample", stream=None, *, reads=False, **more):
     options = LagPolicySettings.model_validate({"action": action, "high": "60s", "low": "10s", **more})
     return LagPolicy(options, 7, stream or Stream(clock), clock=clock, wall=clock, reads=reads)
 
 
-def ledger(*, end: int, position: int = 0) -> Ledger:
+def ledger(*, end, position=0):
     accounts = Ledger()
     accounts.add_partition(NAME, 0)
     accounts.partitions[0].end, accounts.partitions[0].position = end, Position(position)
     return accounts
 
 
-def measured(policy: LagPolicy, clock: Clock, *, end: int, position: int) -> tuple[float, bool]:
+def measured(policy, clock, *, end, position):
     """Update the policy after the broker has reported its end offset."""
     policy._stream.ends_time = clock.now
     policy.update(ledger(end=end, position=position).partitions, [0])
@@ -74,7 +68,7 @@ def measured(policy: LagPolicy, clock: Clock, *, end: int, position: int) -> tup
 
 
 class TestArrivals:
-    def test_arrival_is_interpolated_between_two_end_offsets(self) -> None:
+    def test_arrival_is_interpolated_between_two_end_offsets(self):
         arrivals = Arrivals()
         arrivals.record(100.0, 50)
         arrivals.record(110.0, 60)
@@ -83,13 +77,13 @@ class TestArrivals:
         assert arrivals.age(112.0, 54) == pytest.approx(7)
         assert arrivals.age(130.0, 59) == pytest.approx(20)
 
-    def test_events_before_the_first_end_offset_arrive_with_it(self) -> None:
+    def test_events_before_the_first_end_offset_arrive_with_it(self):
         arrivals = Arrivals()
         arrivals.record(100.0, 1_000_000)
         assert arrivals.age(100.0, 3) == 0
         assert arrivals.age(105.0, 3) == 5
 
-    def test_no_event_arrives_while_the_end_offset_stays_the_same(self) -> None:
+    def test_no_event_arrives_while_the_end_offset_stays_the_same(self):
         arrivals = Arrivals()
         for at in range(100, 3700):
             arrivals.record(float(at), 50)
@@ -98,7 +92,7 @@ class TestArrivals:
 
     @settings(max_examples=200)
     @given(st.data())
-    def test_ages_are_within_the_end_offsets_around_them_and_memory_is_bounded(self, data: st.DataObject) -> None:
+    def test_ages_are_within_the_end_offsets_around_them_and_memory_is_bounded(self, data):
         arrivals, ends, position = Arrivals(), [(0.0, 0)], 0
         arrivals.record(0.0, 0)
         for seconds, grown, settled in data.draw(
@@ -115,7 +109,7 @@ class TestArrivals:
         assert all(older >= younger - 1e-6 for older, younger in pairwise(ages))
 
 
-def test_it_is_behind_from_high_on_until_low() -> None:
+def test_it_is_behind_from_high_on_until_low():
     clock = Clock()
     lagging = policy(clock)
     assert measured(lagging, clock, end=0, position=0) == (0, False)
@@ -134,7 +128,7 @@ def test_it_is_behind_from_high_on_until_low() -> None:
     assert measured(lagging, clock, end=121_000, position=52_000) == (pytest.approx(69, abs=0.01), True)
 
 
-def test_the_lag_grows_while_the_broker_reports_nothing() -> None:
+def test_the_lag_grows_while_the_broker_reports_nothing():
     clock = Clock()
     stream = Stream(clock)
     lagging = policy(clock, stream=stream)
@@ -148,9 +142,7 @@ def test_the_lag_grows_while_the_broker_reports_nothing() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 4), max_size=3), st.floats(0, 5)), max_size=40))
-def test_updating_the_partitions_that_moved_gives_the_same_lag_as_updating_all(
-    plan: list[tuple[bool, list[int], float]],
-) -> None:
+def test_updating_the_partitions_that_moved_gives_the_same_lag_as_updating_all(plan):
     """At each update the broker may have reported end offsets, and some partitions have moved."""
     clock = Clock()
     stream = Stream(clock)
@@ -174,18 +166,18 @@ def test_updating_the_partitions_that_moved_gives_the_same_lag_as_updating_all(
         assert some.seconds == pytest.approx(max(ages))
 
 
-def test_a_step_updates_no_more_partitions_than_it_moves() -> None:
+def test_a_step_updates_no_more_partitions_than_it_moves():
     class Counted(Ledger):
         accesses = 0
 
-        def __len__(self) -> int:
+        def __len__(self):
             return len(self.partitions)
 
-        def __iter__(self) -> Iterator[PartitionLedger]:
+        def __iter__(self):
             self.accesses += len(self.partitions)
             return iter(self.partitions)
 
-        def __getitem__(self, index: Any) -> Any:
+        def __getitem__(self, index):
             self.accesses += 1
             return self.partitions[index]
 
@@ -202,7 +194,7 @@ def test_a_step_updates_no_more_partitions_than_it_moves() -> None:
     assert accounts.accesses == 100
 
 
-def test_a_restart_continues_the_waiting_time_of_events() -> None:
+def test_a_restart_continues_the_waiting_time_of_events():
     clock = Clock()
     before = policy(clock)
     measured(before, clock, end=100, position=100)
@@ -218,7 +210,7 @@ def test_a_restart_continues_the_waiting_time_of_events() -> None:
     assert measured(again, clock, end=3700, position=1900) == (pytest.approx(1800, abs=1.1), True)
 
 
-def test_unread_events_of_a_topic_that_was_created_again_wait_no_longer() -> None:
+def test_unread_events_of_a_topic_that_was_created_again_wait_no_longer():
     clock = Clock()
     stream = Stream(clock)
     lagging = policy(clock, stream=stream)
@@ -240,7 +232,7 @@ def test_unread_events_of_a_topic_that_was_created_again_wait_no_longer() -> Non
         assert each.state()["arrivals"][0] == []
 
 
-def test_ingest_is_asked_to_continue_at_the_end_once_a_second() -> None:
+def test_ingest_is_asked_to_continue_at_the_end_once_a_second():
     clock = Clock()
     stream = Stream(clock)
     passing = policy(clock, "skip-to-latest", stream)
@@ -255,7 +247,7 @@ def test_ingest_is_asked_to_continue_at_the_end_once_a_second() -> None:
     assert stream.asked == [1060.0 + second for second in range(28)]
 
 
-def stream(schema: Schema, seed: int, messages: int) -> tuple[list[Block], Counter[str]]:
+def stream(schema, seed, messages):
     """Blocks of messages with one to three events, some held out, some without a label, with gaps between them."""
     generator = np.random.default_rng(seed)
     blocks, offset, reached, expected = [], 0, 0, Counter[str]()
@@ -280,13 +272,13 @@ def stream(schema: Schema, seed: int, messages: int) -> tuple[list[Block], Count
 
 
 class Blocks:
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks):
         self.blocks = list(blocks)
 
-    def poll(self, timeout: timedelta) -> Block | None:
+    def poll(self, timeout):
         return self.blocks.pop(0) if self.blocks else None
 
-    def release(self, block: Block) -> None:
+    def release(self, block):
         for column in block.columns.values():
             column[:] = 0
 
@@ -295,8 +287,8 @@ class Blocks:
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 9), switches=st.lists(st.booleans(), min_size=1, max_size=8))
 def test_every_event_has_one_outcome_whenever_the_learner_falls_behind_and_catches_up(
-    schema: Schema, action: str, seed: int, size: int, switches: list[bool]
-) -> None:
+    schema, action, seed, size, switches
+):
     blocks, expected = stream(schema, seed, 60)
     accounts, clock = ledger(end=0), Clock()
     lagging = policy(clock, action)
@@ -312,7 +304,7 @@ def test_every_event_has_one_outcome_whenever_the_learner_falls_behind_and_catch
         stored_only += len(batch.stored_only["offset"]) if batch.stored_only else 0
         for span in batch.spans:
             accounts.advance(span, Outcome.TRAINED)
-    report = accounts.reports()["events:0"]
+    report = accounts.totals.reports()["events:0"]
     assert report.end - report.start == report.finished + report.passed + report.gaps + report.removed + report.pending
     assert sum(report.outcomes.values()) == expected["all"]
     assert report.outcomes["held_out"] == expected["held_out"]
@@ -329,7 +321,7 @@ def test_every_event_has_one_outcome_whenever_the_learner_falls_behind_and_catch
         assert report.outcomes["trained"] == 0
 
 
-def test_the_sample_is_a_fraction_and_the_same_however_it_is_read(schema: Schema) -> None:
+def test_the_sample_is_a_fraction_and_the_same_however_it_is_read(schema):
     clock = Clock()
     sampling = policy(clock, fraction=0.25)
     measured(sampling, clock, end=10, position=0)
@@ -348,7 +340,7 @@ def test_the_sample_is_a_fraction_and_the_same_however_it_is_read(schema: Schema
     assert np.array_equal(other.settle(columns)["outcome"], outcome)
 
 
-def test_skipped_events_have_the_reason_behind(schema: Schema) -> None:
+def test_skipped_events_have_the_reason_behind(schema):
     clock = Clock()
     skipping = policy(clock, "skip-to-latest")
     skipping.behind = True
@@ -357,7 +349,7 @@ def test_skipped_events_have_the_reason_behind(schema: Schema) -> None:
     assert skipping.warning.startswith("the stream is faster than training")
 
 
-def test_events_that_are_no_full_batch_are_no_stream_that_is_too_fast() -> None:
+def test_events_that_are_no_full_batch_are_no_stream_that_is_too_fast():
     clock = Clock()
     lag = LagPolicy(LagPolicySettings(), 7, Stream(clock), only_full=True, clock=clock)
     lag.behind = True
@@ -370,8 +362,8 @@ def test_events_that_are_no_full_batch_are_no_stream_that_is_too_fast() -> None:
     [("sample", Outcome.SKIPPED), ("skip-to-latest", Outcome.SKIPPED), ("store-only", Outcome.WAITING)],
 )
 def test_an_event_that_waits_for_its_label_is_skipped_when_it_comes_or_stored_when_that_is_there(
-    schema: Schema, action: str, outcome: Outcome
-) -> None:
+    schema, action, outcome
+):
     clock = Clock()
     lagging = policy(clock, action, **({"fraction": 1e-9} if action == "sample" else {}))
     columns = fake_columns(schema, range(2))
@@ -383,7 +375,7 @@ def test_an_event_that_waits_for_its_label_is_skipped_when_it_comes_or_stored_wh
     assert lagging.stores_only == (action == "store-only")
 
 
-def test_the_last_rows_of_files_do_not_wait_when_the_topics_begin() -> None:
+def test_the_last_rows_of_files_do_not_wait_when_the_topics_begin():
     """They are read, and in batches that are not trained on yet."""
     clock = Clock()
     lag, accounts = policy(clock), Ledger()
@@ -398,7 +390,7 @@ def test_the_last_rows_of_files_do_not_wait_when_the_topics_begin() -> None:
         assert (lag.seconds, lag.behind) == (0.0, False)
 
 
-def test_nothing_waits_while_files_are_read_and_what_arrived_meanwhile_waits_from_then_on() -> None:
+def test_nothing_waits_while_files_are_read_and_what_arrived_meanwhile_waits_from_then_on():
     """Though the topic grows for an hour, `skip-to-latest` skips none of it."""
     clock = Clock()
     stream = Stream(clock)
@@ -417,7 +409,7 @@ def test_nothing_waits_while_files_are_read_and_what_arrived_meanwhile_waits_fro
     assert stream.asked == [clock.now]
 
 
-def test_a_topic_that_nobody_reads_any_more_is_no_lag() -> None:
+def test_a_topic_that_nobody_reads_any_more_is_no_lag():
     """Its events are not late; an action because of them would be taken against those of other topics."""
     clock = Clock()
     before = policy(clock)

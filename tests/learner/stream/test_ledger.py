@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from ingest.backfill.files import FileMark
-from ingest.events.block import Block, Coverage, Outcome, SkipReason
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Fingerprint, Position
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from ingest.reader.cursors import Partition
-from learner.state_dir.trained_through import PartitionProgress
-from learner.stream.batch import Batch, Decided, Span
-from learner.stream.batches import Batches
-from learner.stream.ledger import Ledger
+from anabranch.ingest.backfill.files import FileMark
+from anabranch.ingest.events.block import Block, Coverage, Outcome, SkipReason
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.position import Fingerprint, Position
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.metrics import IngestMetrics
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.stream.batch import Decided, Span
+from anabranch.learner.stream.batches import Batches
+from anabranch.learner.stream.ledger import Ledger
 
 NAMES = [TopicPartition("events", 0), TopicPartition("events", 1)]
 
@@ -28,24 +29,24 @@ NAMES = [TopicPartition("events", 0), TopicPartition("events", 1)]
 class Queue:
     """A source of prepared blocks."""
 
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks):
         self.blocks = deque(blocks)
         self.out: list[Block] = []
         self.released: list[Block] = []
 
-    def poll(self, timeout: timedelta) -> Block | None:
+    def poll(self, timeout):
         if not self.blocks:
             return None
         self.out.append(self.blocks.popleft())
         return self.out[-1]
 
-    def release(self, block: Block) -> None:
+    def release(self, block):
         self.released.append(block)
         for column in block.columns.values():
             column[:] = 0  # a column that is read after its release has the data of another block
 
 
-def block(schema: Schema, rows: list[tuple[int, int, int, Outcome]], coverage: list[Coverage]) -> Block:
+def block(schema, rows, coverage):
     """Rows of (partition, offset, row, outcome)."""
     columns = fake_columns(schema, [offset for _, offset, _, _ in rows])
     columns["partition"] = np.array([partition for partition, *_ in rows], np.int32)
@@ -54,14 +55,14 @@ def block(schema: Schema, rows: list[tuple[int, int, int, Outcome]], coverage: l
     return Block(columns, tuple(coverage))
 
 
-def ledger() -> Ledger:
+def ledger():
     accounts = Ledger()
     for name in NAMES:
         accounts.add_partition(name, 0)
     return accounts
 
 
-def drain(queue: Queue, batch_size: int) -> list[Batch]:
+def drain(queue, batch_size):
     batches = Batches(queue, batch_size, timedelta(0))
     found = []
     while (batch := batches.next(threading.Event())) is not None:
@@ -69,10 +70,10 @@ def drain(queue: Queue, batch_size: int) -> list[Batch]:
     return found
 
 
-def adds_up(accounts: Ledger) -> bool:
+def adds_up(accounts):
     return all(
         report.end - report.start == report.finished + report.passed + report.gaps + report.removed + report.pending
-        for report in accounts.reports().values()
+        for report in accounts.totals.reports().values()
     )
 
 
@@ -81,9 +82,7 @@ SETTLED = [Outcome.PENDING, Outcome.PENDING, Outcome.PENDING, Outcome.HELD_OUT, 
 
 @settings(max_examples=150)
 @given(st.data())
-def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cut(
-    schema: Schema, data: st.DataObject
-) -> None:
+def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cut(schema, data):
     """Messages of one or many rows over two partitions, with gaps, in blocks and batches of any size."""
     stream: list[tuple[int, int, int, Outcome]] = []
     ends = [0, 0]
@@ -124,7 +123,7 @@ def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cu
             assert all(row[1:3] < position for row in mine)
             assert all(row[1:3] >= position for row in stream[settled:] if row[0] == partition)
     expected = Counter(outcome for *_, outcome in stream)
-    assert accounts.outcomes == {
+    assert accounts.totals.outcomes == {
         "trained": expected[Outcome.PENDING],
         "stored_only": 0,
         "held_out": expected[Outcome.HELD_OUT],
@@ -137,36 +136,36 @@ def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cu
     assert len(queue.released) == len(queue.out)
 
 
-def test_removed_and_passed_offsets_are_not_counted_as_gaps(schema: Schema) -> None:
+def test_removed_and_passed_offsets_are_not_counted_as_gaps(schema):
     rows = [(0, 12, 0, Outcome.PENDING)]
     accounts = ledger()
     for batch in drain(Queue([block(schema, rows, [Coverage(0, 10, 14, removed=7, passed=3)])]), 4):
         for span in batch.spans:
             accounts.advance(span, Outcome.TRAINED)
-    report = accounts.reports()["events:0"]
+    report = accounts.totals.reports()["events:0"]
     assert (report.removed, report.passed, report.gaps, report.finished) == (7, 3, 3, 1)
     assert report.trained_through == 13
     assert adds_up(accounts)
 
 
-def test_a_backlog_without_events_to_train_on_is_split_into_batches(schema: Schema) -> None:
+def test_a_backlog_without_events_to_train_on_is_split_into_batches(schema):
     blocks = [block(schema, [(0, n, 0, Outcome.SKIPPED)], [Coverage(0, n, n + 1)]) for n in range(500)]
     batches = drain(Queue(blocks), 8)
     assert len(batches) > 10
     assert sum(len(batch.spans) for batch in batches) == 500
 
 
-def test_a_skipped_batch_is_counted_with_its_reason(schema: Schema) -> None:
+def test_a_skipped_batch_is_counted_with_its_reason(schema):
     rows = [(0, offset, 0, Outcome.PENDING) for offset in range(3)]
     accounts = ledger()
     for batch in drain(Queue([block(schema, rows, [Coverage(0, 0, 3)])]), 8):
         for span in batch.spans:
             accounts.advance(span, Outcome.SKIPPED, SkipReason.NON_FINITE)
-    assert accounts.outcomes["skipped"] == 3
-    assert accounts.skipped == {"non_finite": 3}
+    assert accounts.totals.outcomes["skipped"] == 3
+    assert accounts.totals.skipped == {"non_finite": 3}
 
 
-def test_events_without_a_label_are_stored_only(schema: Schema) -> None:
+def test_events_without_a_label_are_stored_only(schema):
     made = block(schema, [(0, offset, 0, Outcome.PENDING) for offset in range(4)], [Coverage(0, 0, 4)])
     made.columns["labelled"][1:3] = False
     accounts = ledger()
@@ -175,10 +174,10 @@ def test_events_without_a_label_are_stored_only(schema: Schema) -> None:
     assert batch.stored_only["offset"].tolist() == [1, 2]
     for span in batch.spans:
         accounts.advance(span, Outcome.TRAINED)
-    assert accounts.outcomes["trained"] == accounts.outcomes["stored_only"] == 2
+    assert accounts.totals.outcomes["trained"] == accounts.totals.outcomes["stored_only"] == 2
 
 
-def test_decreasing_offsets_are_a_bug_that_is_detected_at_once(schema: Schema) -> None:
+def test_decreasing_offsets_are_a_bug_that_is_detected_at_once(schema):
     accounts = ledger()
     rows = [(0, offset, 0, Outcome.PENDING) for offset in range(2)]
     first, second = (
@@ -189,7 +188,7 @@ def test_decreasing_offsets_are_a_bug_that_is_detected_at_once(schema: Schema) -
         accounts.advance(first, Outcome.TRAINED)
 
 
-def test_a_row_among_removed_offsets_is_a_bug_that_is_detected_at_once(schema: Schema) -> None:
+def test_a_row_among_removed_offsets_is_a_bug_that_is_detected_at_once(schema):
     accounts = ledger()
     rows = [(0, 3, 0, Outcome.PENDING)]
     (batch,) = drain(Queue([block(schema, rows, [Coverage(0, 0, 9, removed=5)])]), 1)
@@ -198,7 +197,7 @@ def test_a_row_among_removed_offsets_is_a_bug_that_is_detected_at_once(schema: S
 
 
 @pytest.mark.parametrize("counted_between", [False, True])
-def test_settling_a_span_twice_is_a_bug_that_is_detected(schema: Schema, counted_between: bool) -> None:
+def test_settling_a_span_twice_is_a_bug_that_is_detected(schema, counted_between):
     accounts = ledger()
     (batch,) = drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 1)])]), 1)
     accounts.advance(batch.spans[0], Outcome.TRAINED)
@@ -209,7 +208,7 @@ def test_settling_a_span_twice_is_a_bug_that_is_detected(schema: Schema, counted
         accounts.count()
 
 
-def test_only_events_with_a_time_that_are_trained_on_for_the_first_time_are_new(schema: Schema) -> None:
+def test_only_events_with_a_time_that_are_trained_on_for_the_first_time_are_new(schema):
     rows = [(0, offset, 0, Outcome.PENDING) for offset in range(6)] + [(1, 3, 0, Outcome.PENDING)]
     rows += [(0, 6, 0, Outcome.HELD_OUT)]
     made = block(schema, rows, [Coverage(0, 0, 7), Coverage(1, 0, 4)])
@@ -225,7 +224,7 @@ def test_only_events_with_a_time_that_are_trained_on_for_the_first_time_are_new(
     assert accounts.take_newly_trained().rows == 0
 
 
-def test_the_events_of_a_skipped_batch_are_not_newly_trained(schema: Schema) -> None:
+def test_the_events_of_a_skipped_batch_are_not_newly_trained(schema):
     accounts = ledger()
     for batch in drain(Queue([block(schema, [(0, 5, 0, Outcome.PENDING)], [Coverage(0, 5, 6)])]), 8):
         for span in batch.spans:
@@ -233,14 +232,14 @@ def test_the_events_of_a_skipped_batch_are_not_newly_trained(schema: Schema) -> 
     assert accounts.take_newly_trained().rows == 0
 
 
-def test_pending_is_the_number_of_offsets_beyond_the_position(schema: Schema) -> None:
+def test_pending_is_the_number_of_offsets_beyond_the_position(schema):
     accounts = ledger()
     accounts.partitions[1].end = 40
-    assert accounts.reports()["events:1"].pending == 40
+    assert accounts.totals.reports()["events:1"].pending == 40
     assert accounts.trained_through["events:1"].offset == -1
 
 
-def test_nothing_is_pending_of_a_partition_that_nobody_reads_until_it_is_read_again(schema: Schema) -> None:
+def test_nothing_is_pending_of_a_partition_that_nobody_reads_until_it_is_read_again(schema):
     accounts = ledger()
     account = accounts.partitions[1]
     account.update(Partition(NAMES[1], 0, 40, "id"))
@@ -249,15 +248,15 @@ def test_nothing_is_pending_of_a_partition_that_nobody_reads_until_it_is_read_ag
     again.restore(accounts.state())
     account = again.partitions[1]
     account.update(Partition(NAMES[1], 0, 0, read=False))
-    report = again.reports()["events:1"]
+    report = again.totals.reports()["events:1"]
     assert (report.pending, report.end, report.removed) == (0, 0, 0)
     assert adds_up(again)
     assert account.mark.topic_id == "id"
     account.update(Partition(NAMES[1], 0, 45, "id"))
-    assert again.reports()["events:1"].pending == 45
+    assert again.totals.reports()["events:1"].pending == 45
 
 
-def test_unread_events_of_a_topic_that_was_created_again_are_removed(schema: Schema) -> None:
+def test_unread_events_of_a_topic_that_was_created_again_are_removed(schema):
     accounts = ledger()
     accounts.partitions[0].update(Partition(NAMES[0], 0, 9, "first"))
     for batch in drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 2)])]), 4):
@@ -268,7 +267,7 @@ def test_unread_events_of_a_topic_that_was_created_again_are_removed(schema: Sch
     again = Ledger()
     again.restore(accounts.state())
     for each in (accounts, again):
-        reports = each.reports()
+        reports = each.totals.reports()
         assert adds_up(each)
         assert (reports["events#0:0"].removed, reports["events#0:0"].pending) == (7, 0)
         assert (reports["events:0"].incarnation, reports["events:0"].pending) == (1, 5)
@@ -276,7 +275,7 @@ def test_unread_events_of_a_topic_that_was_created_again_are_removed(schema: Sch
         assert [mark.topic_id for mark in each.marks.values()] == ["first", None, "second"]
 
 
-def test_the_last_record_of_a_block_is_kept_once_all_of_the_block_is_settled(schema: Schema) -> None:
+def test_the_last_record_of_a_block_is_kept_once_all_of_the_block_is_settled(schema):
     last = Fingerprint(3, 30, "abc")
     rows = [(0, offset, 0, Outcome.PENDING) for offset in range(4)]
     accounts = ledger()
@@ -291,7 +290,7 @@ def test_the_last_record_of_a_block_is_kept_once_all_of_the_block_is_settled(sch
     assert again.partitions[0].mark.last == last
 
 
-def ended(outcomes: list[Outcome], *, partition: int = 0, trained: int = 0) -> Decided:
+def ended(outcomes, *, partition=0, trained=0):
     """Return events that ended, the first `trained` of which are in the batch of the step."""
     n = len(outcomes)
     mask = np.arange(n) < trained
@@ -305,24 +304,24 @@ def ended(outcomes: list[Outcome], *, partition: int = 0, trained: int = 0) -> D
     return Decided(Span(columns, mask, {}, {}, {}, {}), final, yes, np.zeros((n, 3), np.float32), final, yes, ~yes)
 
 
-def test_events_that_waited_end_once_in_an_account_of_their_own(schema: Schema) -> None:
+def test_events_that_waited_end_once_in_an_account_of_their_own(schema):
     accounts = ledger()
     (batch,) = drain(Queue([block(schema, [(0, n, 0, Outcome.WAITING) for n in range(6)], [Coverage(0, 0, 6)])]), 9)
     for span in batch.spans:
         accounts.advance(span, Outcome.TRAINED)
     accounts.count()
     account = accounts.partitions[0]
-    assert (account.waiting, accounts.outcomes["waiting"]) == (6, 6)
+    assert (account.waiting, accounts.totals.outcomes["waiting"]) == (6, 6)
     accounts.first_open = lambda: {0: 2}
     assert accounts.trained_through["events:0"].offset == 1
-    assert accounts.reports()["events:0"].trained_through == 1
-    assert accounts.reports()["events:0"].seen_through == accounts.seen_through["events:0"] == 5
+    assert accounts.totals.reports()["events:0"].trained_through == 1
+    assert accounts.totals.reports()["events:0"].seen_through == accounts.read["events:0"][1] == 5
 
     kinds = [Outcome.TRAINED, Outcome.TIMED_OUT, Outcome.HELD_OUT, Outcome.SKIPPED]
     accounts.end(ended(kinds, trained=2), Outcome.TRAINED)
     assert accounts.end_erased(np.zeros(1, np.int32)) == 1
     assert account.waiting == 1
-    report = accounts.reports()["events:0"]
+    report = accounts.totals.reports()["events:0"]
     assert {name: count for name, count in report.waited.items() if count} == {
         "trained": 1,
         "timed_out": 1,
@@ -333,11 +332,11 @@ def test_events_that_waited_end_once_in_an_account_of_their_own(schema: Schema) 
     assert accounts.take_newly_trained().rows == 2
     restored = Ledger()
     restored.restore(accounts.state())
-    assert restored.reports()["events:0"].waited == report.waited
+    assert restored.totals.reports()["events:0"].waited == report.waited
     assert restored.partitions[0].waiting == 1
 
 
-def test_waited_events_of_a_step_that_is_not_taken_are_skipped(schema: Schema) -> None:
+def test_waited_events_of_a_step_that_is_not_taken_are_skipped(schema):
     accounts = ledger()
     accounts.end(ended([Outcome.TRAINED, Outcome.STORED_ONLY], trained=1), Outcome.SKIPPED, SkipReason.NON_FINITE)
     account = accounts.partitions[0]
@@ -346,7 +345,7 @@ def test_waited_events_of_a_step_that_is_not_taken_are_skipped(schema: Schema) -
     assert accounts.take_newly_trained().rows == 0
 
 
-def test_the_files_of_each_pass_are_one_account_and_versions_name_topics_alone(schema: Schema) -> None:
+def test_the_files_of_each_pass_are_one_account_and_versions_name_topics_alone(schema):
     names = [TopicPartition(topic, file, 0, number) for number, topic in ((1, "h"), (2, "h.2")) for file in (0, 1)]
     accounts = Ledger()
     for name in (*names, NAMES[0]):
@@ -360,22 +359,22 @@ def test_the_files_of_each_pass_are_one_account_and_versions_name_topics_alone(s
             for span in batch.spans:
                 accounts.advance(span, Outcome.TRAINED)
         for _ in range(2):  # a file that was read is added once
-            first, second, topic = (accounts.reports()[name] for name in ("h", "h.2", "events:0"))
-            assert len(accounts.reports()) == 3
+            first, second, topic = (accounts.totals.reports()[name] for name in ("h", "h.2", "events:0"))
+            assert len(accounts.totals.reports()) == 3
             read = (3, 7)[file]
             assert (first.files, first.history, first.end, first.finished, first.pending) == (2, 1, 8, read, 8 - read)
-            assert first.outcomes == accounts.outcomes
+            assert first.outcomes == accounts.totals.outcomes
             assert (first.trained_through, first.seen_through) == (read - 1, read - 1)
             assert (second.files, second.history, second.end, second.pending) == (2, 2, 8, 8)
             assert (topic.files, topic.history) == (0, 0)
-    assert {*accounts.trained_through} == {*accounts.seen_through} == {"events:0"}
+    assert {*accounts.trained_through} == {*accounts.read} == {"events:0"}
 
 
-def file_of(number: int, rows: int) -> Partition:
+def file_of(number, rows):
     return Partition(TopicPartition("h", number, 0, 1), 0, rows, FileMark("a", 1, "tag", rows).encoded())
 
 
-def test_the_files_of_a_checkpoint_are_summed_as_before(schema: Schema) -> None:
+def test_the_files_of_a_checkpoint_are_summed_as_before(schema):
     accounts = Ledger()
     for file in range(3):
         accounts.add_partition(TopicPartition("h", file, 0, 1), 0)
@@ -387,11 +386,11 @@ def test_the_files_of_a_checkpoint_are_summed_as_before(schema: Schema) -> None:
                 accounts.advance(span, Outcome.TRAINED)
     again = Ledger()
     again.restore(json.loads(json.dumps(accounts.state())))
-    assert again.reports() == accounts.reports()
-    assert accounts.reports()["h"].outcomes["trained"] == again.outcomes["trained"] == 9
+    assert again.totals.reports() == accounts.totals.reports()
+    assert accounts.totals.reports()["h"].outcomes["trained"] == again.totals.outcomes["trained"] == 9
 
 
-def test_a_file_whose_events_wait_for_labels_is_not_read_yet() -> None:
+def test_a_file_whose_events_wait_for_labels_is_not_read_yet():
     accounts = Ledger()
     for file in range(2):
         accounts.add_partition(TopicPartition("h", file, 0, 1), 0)
@@ -400,9 +399,35 @@ def test_a_file_whose_events_wait_for_labels_is_not_read_yet() -> None:
         account.position = account.counted = Position(10)
     accounts.partitions[0].outcomes[Outcome.WAITING] = 4
     accounts.first_open = lambda: {0: 6}
-    report = accounts.reports()["h"]
+    report = accounts.totals.reports()["h"]
     assert (report.waiting, report.trained_through, report.seen_through) == (4, 15, 19)
     accounts.partitions[0].waited[Outcome.TRAINED] = 4
     accounts.first_open = dict
-    report = accounts.reports()["h"]
+    report = accounts.totals.reports()["h"]
     assert (report.waiting, report.trained_through, report.waited["trained"]) == (0, 19, 4)
+
+
+def test_outcomes_of_a_checkpoint_are_not_counted_and_each_later_one_is_counted_once(schema):
+    def settle(accounts, rows, *coverage):
+        (batch,) = drain(Queue([block(schema, rows, list(coverage))]), 100)
+        for span in batch.spans:
+            accounts.advance(span, Outcome.TRAINED)
+
+    before = ledger()
+    settle(before, [(0, 0, 0, Outcome.PENDING)], Coverage(0, 0, 1))
+    registry = CollectorRegistry()
+    accounts = Ledger(rows=IngestMetrics(registry).rows)
+    accounts.restore(before.state())
+    rows = [(0, 1, 0, Outcome.PENDING), (0, 2, 0, Outcome.PENDING), (1, 0, 0, Outcome.HELD_OUT)]
+    settle(accounts, rows, Coverage(0, 1, 3), Coverage(1, 0, 1))
+    accounts.count()
+    accounts.count()
+    accounts.add_partition(TopicPartition("events", 2), 0)
+    assert accounts.totals.outcomes == {**before.totals.outcomes, "trained": 3, "held_out": 1}
+    values = {
+        (sample.labels["partition"], sample.labels["outcome"]): sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "anabranch_ingest_rows_total"
+    }
+    assert values == {("0", "trained"): 2, ("1", "held_out"): 1}

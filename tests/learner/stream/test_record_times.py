@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.stream.record_times import RecordTimes
+from anabranch.learner.stream.record_times import RecordTimes
 
 
 @given(st.lists(st.lists(st.integers(1, 10**12), max_size=50), max_size=20), st.integers(1, 60))

@@ -1,7 +1,6 @@
 """Deterministic batches: they depend on the contents of the topic, not on a clock or the order of arrival."""
 
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -11,20 +10,18 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
-from ingest.events.block import Block, Coverage, Outcome
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from ingest.reader.cursors import Partition
-from learner.stream import round_robin
-from learner.stream.batch import Batch
-from learner.stream.round_robin import RoundRobin
+from anabranch.ingest.events.block import Block, Coverage, Outcome
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.learner.stream import round_robin
+from anabranch.learner.stream.round_robin import RoundRobin
 
 
 class Topic:
     """Partitions with `sizes` events, which arrive in blocks; each of `pieces` is a partition and its event count."""
 
-    def __init__(self, schema: Schema, sizes: Sequence[int], pieces: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, schema, sizes, pieces):
         self.schema = schema
         self.sizes = sizes
         self.pieces = list(pieces)
@@ -32,13 +29,13 @@ class Topic:
         self.released = 0
 
     @property
-    def partitions(self) -> list[Partition]:
+    def partitions(self):
         return [Partition(TopicPartition("events", i), 0, size) for i, size in enumerate(self.sizes)]
 
-    def settled(self, index: int) -> int:
+    def settled(self, index):
         return 0
 
-    def poll(self, timeout: timedelta) -> Block | None:
+    def poll(self, timeout):
         while self.pieces:
             index, count = self.pieces.pop(0)
             begin, end = self.read[index], min(self.sizes[index], self.read[index] + count)
@@ -56,20 +53,20 @@ class Topic:
         columns["outcome"][columns["offset"] % 7 == 3] = 3  # held out
         return Block(columns, (Coverage(index, begin, end),))
 
-    def release(self, block: Block) -> None:
+    def release(self, block):
         self.released += 1
 
 
 class Markers(Topic):
     """A topic of which partition 0 holds nothing but offsets without an event, or ones that are dead-lettered."""
 
-    def __init__(self, schema: Schema, blocks: int, outcome: Outcome | None, before: Outcome | None = None) -> None:
+    def __init__(self, schema, blocks, outcome, before=None):
         super().__init__(schema, [blocks, 8 * blocks], [])
         self.outcome = outcome
         self.blocks = iter(range(2 * blocks))
         self.before = before
 
-    def poll(self, timeout: timedelta) -> Block | None:
+    def poll(self, timeout):
         number = next(self.blocks, None)
         if number is None:
             return None
@@ -86,9 +83,7 @@ class Markers(Topic):
 
 
 @pytest.mark.parametrize("outcome", [None, Outcome.DEAD_LETTERED, Outcome.SKIPPED])
-def test_a_partition_without_events_to_train_on_moves_and_keeps_nothing(
-    schema: Schema, outcome: Outcome | None
-) -> None:
+def test_a_partition_without_events_to_train_on_moves_and_keeps_nothing(schema, outcome):
     topic = Markers(schema, 100, outcome)
     reader, stop = RoundRobin(topic, 8, topic.settled), threading.Event()
     found, ends = [], [0, 0]
@@ -105,9 +100,7 @@ def test_a_partition_without_events_to_train_on_moves_and_keeps_nothing(
     ]
 
 
-def test_waiting_events_keep_their_order_and_offsets_without_an_event_are_merged_into_them(
-    schema: Schema,
-) -> None:
+def test_waiting_events_keep_their_order_and_offsets_without_an_event_are_merged_into_them(schema):
     """A held-out event is in the batch of the next event to train on, so that no step depends on when it arrives."""
     topic = Markers(schema, 100, None, before=Outcome.HELD_OUT)
     reader, stop = RoundRobin(topic, 8, topic.settled), threading.Event()
@@ -117,7 +110,7 @@ def test_waiting_events_keep_their_order_and_offsets_without_an_event_are_merged
     assert waiting.coverage == (Coverage(0, 0, 100),)
 
 
-def batches(topic: Topic, size: int) -> list[Batch]:
+def batches(topic, size):
     reader, stop = RoundRobin(topic, size, topic.settled), threading.Event()
     found = []
     while (batch := reader.next(stop)) is not None:
@@ -126,7 +119,7 @@ def batches(topic: Topic, size: int) -> list[Batch]:
     return found
 
 
-def events(batch: Batch) -> list[tuple[int, int]]:
+def events(batch):
     return list(zip(batch.new["partition"].tolist(), batch.new["offset"].tolist(), strict=True))
 
 
@@ -134,9 +127,7 @@ pieces = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=30)
 
 
 @given(st.tuples(*[st.integers(0, 40)] * 3), pieces, pieces, st.integers(1, 12))
-def test_batches_are_full_and_do_not_depend_on_the_order_of_blocks(
-    schema: Schema, sizes: tuple[int, ...], one: list[tuple[int, int]], other: list[tuple[int, int]], size: int
-) -> None:
+def test_batches_are_full_and_do_not_depend_on_the_order_of_blocks(schema, sizes, one, other, size):
     found, again = (batches(Topic(schema, sizes, each), size) for each in (one, other))
     assert [events(batch) for batch in found] == [events(batch) for batch in again]
     assert [len(batch.held_out.get("row", ())) for batch in found] == [
@@ -149,7 +140,7 @@ def test_batches_are_full_and_do_not_depend_on_the_order_of_blocks(
         assert events(batch) == sorted(events(batch))
 
 
-def test_the_partitions_take_turns_also_from_batch_to_batch(schema: Schema) -> None:
+def test_the_partitions_take_turns_also_from_batch_to_batch(schema):
     found = batches(Topic(schema, (3, 10, 2), [(1, 10)]), 4)
     assert [events(batch) for batch in found] == [
         [(0, 0), (0, 1), (1, 0), (2, 0)],
@@ -159,9 +150,7 @@ def test_the_partitions_take_turns_also_from_batch_to_batch(schema: Schema) -> N
 
 
 @given(st.tuples(*[st.integers(0, 40)] * 3), pieces, st.integers(1, 12), st.integers(0, 5))
-def test_resuming_from_positions_and_turn_makes_the_same_batches(
-    schema: Schema, sizes: tuple[int, ...], order: list[tuple[int, int]], size: int, done: int
-) -> None:
+def test_resuming_from_positions_and_turn_makes_the_same_batches(schema, sizes, order, size, done):
     whole = batches(Topic(schema, sizes, order), size)
     if done > len(whole):
         return
@@ -183,7 +172,7 @@ def test_resuming_from_positions_and_turn_makes_the_same_batches(
     assert rest == [events(batch) for batch in whole[done:]]
 
 
-def test_it_waits_for_a_partition_without_events(schema: Schema) -> None:
+def test_it_waits_for_a_partition_without_events(schema):
     topic = Topic(schema, (20, 1), [(0, 20)])
     reader = RoundRobin(topic, 4, topic.settled)
     topic.sizes = (20, 99)
@@ -195,14 +184,14 @@ def test_it_waits_for_a_partition_without_events(schema: Schema) -> None:
     assert np.unique(batch.new["partition"]).tolist() == [0]
 
 
-def test_too_many_waiting_events_are_an_error(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_waiting_events_are_an_error(schema, monkeypatch):
     monkeypatch.setattr(round_robin, "MOST_ROWS", 10)
     topic = Topic(schema, (40, 5), [(0, 40)])
     with pytest.raises(SettingsError, match=r"wait for the turn of events\[1\], which has none"):
         RoundRobin(topic, 4, topic.settled).next(threading.Event())
 
 
-def test_a_partition_may_be_added_with_its_first_block(schema: Schema) -> None:
+def test_a_partition_may_be_added_with_its_first_block(schema):
     topic = Topic(schema, (4,), [])
     reader, stop = RoundRobin(topic, 2, topic.settled), threading.Event()
     assert reader.next(stop) is not None
@@ -215,11 +204,11 @@ class FilesFirst(Topic):
     """Two files, which arrive in order, and then a topic of two partitions."""
 
     @property
-    def partitions(self) -> list[Partition]:
+    def partitions(self):
         files = [Partition(TopicPartition("history", i, 0, 1), 0, size) for i, size in enumerate(self.sizes[:2])]
         return [*files, *super().partitions[2:]]
 
-    def poll(self, timeout: timedelta) -> Block | None:
+    def poll(self, timeout):
         reading = next((i for i in (0, 1) if self.read[i] < self.sizes[i]), None)
         if reading is not None:
             self.pieces.insert(0, (reading, self.pieces[0][1] if self.pieces else 3))
@@ -233,9 +222,7 @@ class FilesFirst(Topic):
     st.lists(st.tuples(st.integers(2, 3), st.integers(1, 9)), max_size=30),
     st.integers(1, 12),
 )
-def test_files_come_first_one_after_the_other(
-    schema: Schema, sizes: tuple[int, ...], one: list[tuple[int, int]], other: list[tuple[int, int]], size: int
-) -> None:
+def test_files_come_first_one_after_the_other(schema, sizes, one, other, size):
     found, again = (batches(FilesFirst(schema, sizes, each), size) for each in (one, other))
     assert [events(batch) for batch in found] == [events(batch) for batch in again]
     assert [len(batch.held_out.get("row", ())) for batch in found] == [
@@ -250,16 +237,16 @@ def test_files_come_first_one_after_the_other(
         assert [ends.get(i, 0) for i in (0, 1)] == [*sizes[:2]], "events at the end of a file were left"
 
 
-def test_a_topic_that_was_taken_out_is_not_waited_for(schema: Schema) -> None:
+def test_a_topic_that_was_taken_out_is_not_waited_for(schema):
     class Removed(Topic):
         @property
         @override
-        def partitions(self) -> list[Partition]:
+        def partitions(self):
             here, gone = super().partitions
             return [here, Partition(gone.name, 0, 5, read=False)]
 
         @override
-        def settled(self, index: int) -> int:
+        def settled(self, index):
             return 5 if index else 0
 
     topic = Removed(schema, [16, 0], [(0, 16)])

@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replay.checkpoint.segments import Segment, Tensors, advance, assemble, most_events
-from replay.snapshot import ENTRY, DeltaTracker, StoreDelta
+from anabranch.replay.segments import Segment, Tensors, advance, assemble, most_events
+from anabranch.replay.snapshot import ENTRY, DeltaTracker, StoreDelta
 
 R = 8
 
 
-def index_of(names: list[int]) -> np.ndarray:
+def index_of(names):
     index = np.zeros(len(names), ENTRY)
     index["offset"], index["slot"], index["priority"] = names, np.array(names) % 97, np.array(names) / 7
     return index
 
 
-def rows_of(names: list[int]) -> torch.Tensor:
+def rows_of(names):
     return torch.from_numpy(np.array(names, np.int64).view(np.uint8).reshape(len(names), R).copy())
 
 
@@ -36,7 +36,7 @@ class Log:
     segments: list[Segment] = field(default_factory=list)
     written: int = 0
 
-    def checkpoint(self, number: int, change: StoreDelta, *, fails: bool = False) -> None:
+    def checkpoint(self, number, change, *, fails=False):
         made = advance(self.segments, change, number, self.load, self.most)
         if fails:
             return
@@ -51,10 +51,10 @@ class Log:
         named = {segment.name for segment in self.segments}
         self.files = {name: file for name, file in self.files.items() if name in named}
 
-    def load(self, segment: Segment) -> Tensors:
+    def load(self, segment):
         return self.files[segment.name]
 
-    def assembled(self, without: str | None = None) -> tuple[list[int], torch.Tensor | None, int]:
+    def assembled(self, without=None):
         index, payload, lost = assemble(
             self.segments, lambda segment: None if segment.name == without else self.load(segment)
         )
@@ -66,24 +66,24 @@ class Log:
 class SegmentsMachine(RuleBasedStateMachine):
     """A store of which only order counts: events come at the end, any may leave, checkpoints succeed and fail."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.log, self.held, self.at_checkpoint = Log(payload=True), list[int](), list[int]()
         self.changes, self.number, self.next = DeltaTracker(), 0, 0
         self.came = self.left = self.peak = 0
 
     @initialize(most=st.sampled_from([7, 50, 10**9]))
-    def choose_size(self, most: int) -> None:
+    def choose_size(self, most):
         self.log.most = most
 
     @rule(n=st.integers(0, 300))
-    def add(self, n: int) -> None:
+    def add(self, n):
         self.held += range(self.next, self.next + n)
         self.next, self.came = self.next + n, self.came + n
         self.peak = max(self.peak, len(self.held))
 
     @rule(seed=st.integers(0, 2**32), share=st.sampled_from([0.01, 0.1, 0.5, 0.97, 1.0]), old=st.booleans())
-    def remove(self, seed: int, share: float, old: bool) -> None:
+    def remove(self, seed, share, old):
         stays = np.random.default_rng(seed).random(len(self.held)) >= share
         stays[len(stays) // 2 if old else len(stays) :] = True
         self.changes.keep(stays)
@@ -91,7 +91,7 @@ class SegmentsMachine(RuleBasedStateMachine):
         self.held = [name for name, stay in zip(self.held, stays.tolist(), strict=True) if stay]
 
     @rule(fails=st.sampled_from([False, False, False, True]), more=st.integers(0, 3))
-    def checkpoint(self, fails: bool, more: int) -> None:
+    def checkpoint(self, fails, more):
         """Return the changes; events may be added while the checkpoint is written."""
         self.number += 1
         new = self.held[self.changes.old :]
@@ -110,25 +110,25 @@ class SegmentsMachine(RuleBasedStateMachine):
             self.came += self.log.written - written
 
     @invariant()
-    def the_last_checkpoint_has_what_was_held(self) -> None:
+    def the_last_checkpoint_has_what_was_held(self):
         names, payload, lost = self.log.assembled()
         assert names == self.at_checkpoint
         assert not lost
         assert not names or (payload is not None and torch.equal(payload, rows_of(names)))
 
     @invariant()
-    def little_is_written_again(self) -> None:
+    def little_is_written_again(self):
         """Each time that an event is, its segment has grown by half, or as many had left."""
         assert self.log.written <= self.came * (1 + math.log(max(2, self.peak), 1.5)) + 3 * self.left
 
     @invariant()
-    def there_are_few_segments(self) -> None:
+    def there_are_few_segments(self):
         assert len(self.log.segments) <= 2 + math.log2(max(2, self.peak)) + 4 * self.peak / self.log.most
         assert sum(len(segment.live) for segment in self.log.segments) <= 2 * self.peak
 
     @precondition(lambda self: self.log.segments)
     @rule(data=st.data())
-    def a_segment_that_is_lost_costs_its_events_alone(self, data: st.DataObject) -> None:
+    def a_segment_that_is_lost_costs_its_events_alone(self, data):
         segment = data.draw(st.sampled_from(self.log.segments))
         names, payload, lost = self.log.assembled(without=segment.name)
         mine = self.log.load(segment)["index"].numpy().reshape(-1).view(ENTRY)["offset"][segment.live].tolist()
@@ -145,7 +145,7 @@ TestSegments.settings = settings(max_examples=60, stateful_step_count=40)
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 2**32), st.integers(200, 1000))
-def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(seed: int, k: int) -> None:
+def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(seed, k):
     """200 checkpoints, in each of which a hundredth of the events is replaced."""
     dice, log, changes, held = np.random.default_rng(seed), Log(payload=False), DeltaTracker(), list(range(k))
     replaced, following = max(1, k // 100), k
@@ -165,7 +165,7 @@ def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(see
 
 
 @pytest.mark.parametrize("most", [20, 100, 300])
-def test_a_full_store_in_pieces_takes_twice_its_space_and_writes_few_pieces_again(most: int) -> None:
+def test_a_full_store_in_pieces_takes_twice_its_space_and_writes_few_pieces_again(most):
     """300 checkpoints, in each of which 20 of 1000 events are replaced."""
     dice, log, changes, held = np.random.default_rng(0), Log(payload=True, most=most), DeltaTracker(), []
     following = 1000
@@ -184,20 +184,20 @@ def test_a_full_store_in_pieces_takes_twice_its_space_and_writes_few_pieces_agai
     assert log.written <= 1000 + 6 * 300 * 20
 
 
-def test_segments_have_as_many_events_as_fit_with_their_rows() -> None:
+def test_segments_have_as_many_events_as_fit_with_their_rows():
     assert most_events(0) == 2**28 // ENTRY.itemsize
     assert most_events(2**20) == 2**28 // (2**20 + ENTRY.itemsize)
     assert most_events(2**40) == 1
 
 
-def test_more_new_events_than_fit_into_a_segment_are_divided() -> None:
+def test_more_new_events_than_fit_into_a_segment_are_divided():
     log, names = Log(payload=True, most=20), list(range(50))
     log.checkpoint(1, StoreDelta(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
     assert {name: len(file["index"]) for name, file in log.files.items()} == {"1": 20, "1-1": 20, "1-2": 10}
     assert log.assembled()[0] == names
 
 
-def test_the_rows_of_new_events_are_written_from_where_they_were_read() -> None:
+def test_the_rows_of_new_events_are_written_from_where_they_were_read():
     names = list(range(50))
     rows = rows_of(names)
     made = advance([], StoreDelta(None, np.ones(0, np.bool_), index_of(names), rows), 1, Log(payload=True).load, 20)
@@ -206,7 +206,7 @@ def test_the_rows_of_new_events_are_written_from_where_they_were_read() -> None:
     ]
 
 
-def test_a_checkpoint_in_which_nothing_changed_writes_nothing() -> None:
+def test_a_checkpoint_in_which_nothing_changed_writes_nothing():
     log, names = Log(payload=True), list(range(50))
     log.checkpoint(1, StoreDelta(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
     log.checkpoint(2, StoreDelta(1, np.ones(50, np.bool_), index_of([]), rows_of([])))

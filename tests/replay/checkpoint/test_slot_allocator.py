@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replay.checkpoint.slot_allocator import SlotAllocator
+from anabranch.replay.tiers.slot_allocator import SlotAllocator
 
 COUNT = 40
 
@@ -29,7 +29,7 @@ class Model:
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
 
     @property
-    def named(self) -> set[int]:
+    def named(self):
         """Slots that may not be written."""
         return self.used.union(*(checkpoint.used for checkpoint in self.checkpoints.values()))
 
@@ -37,7 +37,7 @@ class Model:
 class SlotsMachine(RuleBasedStateMachine):
     """A store, its checkpoints, failures and crashes, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.slots = SlotAllocator(COUNT, durable=True)
         self.model = Model()
@@ -46,7 +46,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self.once_named: set[int] = set()
 
     @rule(n=st.integers(0, 12))
-    def fill(self, n: int) -> None:
+    def fill(self, n):
         n = min(n, self.slots.free)
         named = self.model.named | (self.pending.used if self.pending else set())
         taken = set(self.slots.take(n).tolist())
@@ -55,21 +55,21 @@ class SlotsMachine(RuleBasedStateMachine):
         self.model.used |= taken
 
     @rule(data=st.data())
-    def remove(self, data: st.DataObject) -> None:
+    def remove(self, data):
         leaving = data.draw(st.sets(st.sampled_from(sorted(self.model.used)))) if self.model.used else set()
         self.slots.release(np.array(sorted(leaving), np.int32))
         self.model.used -= leaving
 
     @precondition(lambda self: self.pending is None)
     @rule()
-    def hold(self) -> None:
+    def hold(self):
         self.number += 1
         self.pending = Checkpoint(set(self.model.used), self.slots.begin_snapshot(self.number))
         self.once_named |= self.model.used
 
     @precondition(lambda self: self.pending is not None)
     @rule(written=st.booleans(), keep=st.integers(1, 3))
-    def end_snapshot(self, written: bool, keep: int) -> None:
+    def end_snapshot(self, written, keep):
         assert self.pending is not None
         if written:
             self.model.checkpoints[self.number] = self.pending
@@ -80,7 +80,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.checkpoints)
     @rule(newest_is_broken=st.booleans())
-    def crash(self, newest_is_broken: bool) -> None:
+    def crash(self, newest_is_broken):
         numbers = sorted(self.model.checkpoints)
         if newest_is_broken and len(numbers) > 1:
             del self.model.checkpoints[numbers.pop()]
@@ -92,11 +92,11 @@ class SlotsMachine(RuleBasedStateMachine):
         self.model.used = set(checkpoint.used)
 
     @invariant()
-    def no_slot_waits_that_no_checkpoint_has_named(self) -> None:
+    def no_slot_waits_that_no_checkpoint_has_named(self):
         assert self.slots.free >= COUNT - len(self.model.used | self.once_named)
 
     @invariant()
-    def no_slot_is_lost(self) -> None:
+    def no_slot_is_lost(self):
         if self.pending is None and len(self.model.checkpoints) == 0 and self.number == 0:
             assert self.slots.free == COUNT - len(self.model.used)
 
@@ -106,7 +106,7 @@ TestSlots.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=30))
-def test_all_slots_come_back_when_checkpoints_go_on(leaving: list[int]) -> None:
+def test_all_slots_come_back_when_checkpoints_go_on(leaving):
     slots = SlotAllocator(COUNT, durable=True)
     used = slots.take(20)
     for number, n in enumerate(leaving, start=1):
@@ -122,7 +122,7 @@ def test_all_slots_come_back_when_checkpoints_go_on(leaving: list[int]) -> None:
     assert slots.waiting == 0
 
 
-def test_after_a_crash_the_slots_of_older_checkpoints_still_wait_for_them() -> None:
+def test_after_a_crash_the_slots_of_older_checkpoints_still_wait_for_them():
     """The newest checkpoint may be found to be broken later, and an older one be resumed."""
     slots = SlotAllocator(COUNT, durable=True)
     used = slots.take(30)
@@ -142,7 +142,7 @@ def test_after_a_crash_the_slots_of_older_checkpoints_still_wait_for_them() -> N
     assert resumed.free == 20
 
 
-def test_where_checkpoints_have_the_payload_a_slot_waits_for_the_checkpoint_that_is_being_written_alone() -> None:
+def test_where_checkpoints_have_the_payload_a_slot_waits_for_the_checkpoint_that_is_being_written_alone():
     slots = SlotAllocator(4, durable=False)
     used = slots.take(2)
     slots.begin_snapshot(1)
@@ -154,7 +154,7 @@ def test_where_checkpoints_have_the_payload_a_slot_waits_for_the_checkpoint_that
     assert slots.free == 4
 
 
-def test_a_second_hold_or_an_old_number_is_a_bug() -> None:
+def test_a_second_hold_or_an_old_number_is_a_bug():
     slots = SlotAllocator(4, durable=True)
     slots.begin_snapshot(5)
     with pytest.raises(AssertionError):

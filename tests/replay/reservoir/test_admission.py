@@ -11,26 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from replay.policies import ADMISSIONS, AdmissionContext
-from replay.reservoir.admission import (
+from anabranch.replay.policies import ADMISSIONS, AdmissionContext
+from anabranch.replay.reservoir.admission import (
     Admission,
     Candidates,
     ClassBalancedAdmission,
     ClassFloor,
     RecencyAdmission,
-    ReservoirAdmission,
     exponentials,
 )
-from replay.reservoir.quotas import Quotas, level
+from anabranch.replay.reservoir.quotas import Quotas, level
 
 HOUR = timedelta(hours=1)
 CLASSES = 4
 POLICIES: dict[str, Callable[[], Admission]] = {
-    "reservoir": ReservoirAdmission,
+    "reservoir": Admission,
     "class-balanced": lambda: ClassBalancedAdmission(CLASSES),
     "recent": lambda: RecencyAdmission(HOUR),
-    "floor": lambda: ReservoirAdmission(ClassFloor(CLASSES, 0.5)),
-    "whole floor": lambda: ReservoirAdmission(ClassFloor(CLASSES, 1.0)),
+    "floor": lambda: Admission(ClassFloor(CLASSES, 0.5)),
+    "whole floor": lambda: Admission(ClassFloor(CLASSES, 1.0)),
     "recent floor": lambda: RecencyAdmission(HOUR, ClassFloor(CLASSES, 0.25)),
 }
 FLOORS = {"floor": 0.5, "whole floor": 1.0, "recent floor": 0.25}
@@ -48,7 +47,7 @@ class Event:
     hours: int
 
 
-def an_event(name: int) -> Event:
+def an_event(name):
     """An event's properties follow from its name; classes and weights are uneven."""
     dice = np.random.default_rng(name)
     identity, label = int(dice.integers(2**64, dtype=np.uint64)), int(dice.choice([-1, 0, 0, 0, 0, 1, 1, 2, 3]))
@@ -58,7 +57,7 @@ def an_event(name: int) -> Event:
 EVENTS = [an_event(name) for name in range(600)]
 
 
-def priority(policy: str, event: Event) -> float:
+def priority(policy, event):
     """The definition, in plain numbers."""
     if not event.weight:
         return math.inf
@@ -66,7 +65,7 @@ def priority(policy: str, event: Event) -> float:
     return exponential if not policy.startswith("recent") else math.log(exponential) - math.log(2) * event.hours
 
 
-def kept(policy: str, added: set[Event], k: int) -> set[Event]:
+def kept(policy, added, k):
     """Of each group the q smallest, q being the largest number with which no more than k are kept.
 
     With a floor, the smallest of each class up to it, and then the smallest of all others.
@@ -87,14 +86,14 @@ def kept(policy: str, added: set[Event], k: int) -> set[Event]:
 class Kept:
     """What is held, with nothing around it that a store has."""
 
-    def __init__(self, policy: str, k: int) -> None:
+    def __init__(self, policy, k):
         self.policy = POLICIES[policy]()
         self.quotas = Quotas(k, self.policy.groups, self.policy.floors(k))
         self.names = np.empty(0, np.int64)
         self.priorities = np.empty(0, np.float64)
         self.groups = np.empty(0, np.int16)
 
-    def add(self, events: list[Event]) -> None:
+    def add(self, events):
         candidates = Candidates(
             np.array([event.identity for event in events], np.uint64),
             np.array([event.weight for event in events], np.float32),
@@ -111,17 +110,17 @@ class Kept:
         if len(self.names) > self.quotas.limit:
             self._keep(self.quotas.lower(self.priorities, self.groups))
 
-    def _keep(self, stays: np.ndarray) -> None:
+    def _keep(self, stays):
         self.names, self.priorities, self.groups = self.names[stays], self.priorities[stays], self.groups[stays]
 
-    def is_below(self, policy: str, event: Event) -> bool:
+    def is_below(self, policy, event):
         """Whether an event is smaller than its group's threshold; the one that made it is not."""
         group = self.policy.group(np.array([event.label]), np.zeros(1, np.int16))[0]
         mine, threshold = priority(policy, event), float(self.quotas.thresholds[group])
         return mine < threshold and not math.isclose(mine, threshold, rel_tol=1e-12)
 
     @property
-    def events(self) -> set[Event]:
+    def events(self):
         return {EVENTS[name] for name in self.names.tolist()}
 
 
@@ -131,9 +130,7 @@ batches = st.lists(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=60), m
 @each_policy
 @settings(max_examples=60)
 @given(batches, st.integers(CLASSES + 1, 80))
-def test_those_of_the_definition_are_held_after_every_addition(
-    policy: str, additions: list[list[Event]], k: int
-) -> None:
+def test_those_of_the_definition_are_held_after_every_addition(policy, additions, k):
     """In any order, with any repetition; the other events are below the thresholds, all of which have fallen."""
     store, added = Kept(policy, k), set[Event]()
     for addition in additions:
@@ -150,9 +147,7 @@ def test_those_of_the_definition_are_held_after_every_addition(
 @each_policy
 @settings(max_examples=60)
 @given(st.permutations(EVENTS), st.integers(1, 5), st.integers(CLASSES + 1, 80))
-def test_what_parts_of_the_stream_keep_makes_what_the_whole_keeps(
-    policy: str, stream: list[Event], parts: int, k: int
-) -> None:
+def test_what_parts_of_the_stream_keep_makes_what_the_whole_keeps(policy, stream, parts, k):
     """Whoever is among the kept of the whole is among the kept of the part that met it; so two ranks merge.
 
     With groups the union may have room for more than the whole, which leaves a part of k that cannot be shared.
@@ -168,7 +163,7 @@ def test_what_parts_of_the_stream_keep_makes_what_the_whole_keeps(
     assert len(kept(policy, union, k)) == k or policy == "class-balanced"
 
 
-def test_classes_share_the_room_evenly_and_small_ones_have_all_that_they_are() -> None:
+def test_classes_share_the_room_evenly_and_small_ones_have_all_that_they_are():
     store = Kept("class-balanced", 100)
     store.add(EVENTS)
     counts = dict.fromkeys(range(-1, CLASSES), 0)
@@ -180,7 +175,7 @@ def test_classes_share_the_room_evenly_and_small_ones_have_all_that_they_are() -
     assert 95 < sum(counts.values()) <= 100
 
 
-def test_recent_keeps_half_as_many_for_each_half_life_that_they_are_older() -> None:
+def test_recent_keeps_half_as_many_for_each_half_life_that_they_are_older():
     """20 seeds of 4,000 events an hour: the exact expectation is 1 - exp(-weight * rate) of each."""
     hours, counts = 12, np.zeros(12)
     for seed in range(20):
@@ -200,7 +195,7 @@ def test_recent_keeps_half_as_many_for_each_half_life_that_they_are_older() -> N
 
 
 @pytest.mark.parametrize("policy", ["reservoir", "recent"])
-def test_rates_give_the_probability_with_which_an_event_is_held(policy: str) -> None:
+def test_rates_give_the_probability_with_which_an_event_is_held(policy):
     """1 - exp(-weight * rate), over 20,000 identities for each weight; the error is that of a mean of so many."""
     context = POLICIES[policy]()
     threshold = {"reservoir": 0.7, "recent": -3.0}[policy]
@@ -212,7 +207,7 @@ def test_rates_give_the_probability_with_which_an_event_is_held(policy: str) -> 
         assert abs(found.mean() - (1 - math.exp(-weight * float(rate[0])))) < 0.015
 
 
-def test_priorities_are_the_definition() -> None:
+def test_priorities_are_the_definition():
     """To the last bits, also where u is almost 1, which gives the smallest."""
     identity = np.array([0, 1, 2**63, 2**64 - 1, 2**64 - 2**20], np.uint64)
     found = exponentials(identity)
@@ -225,13 +220,13 @@ def test_priorities_are_the_definition() -> None:
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 200))
-def test_the_level_is_the_largest_number_that_fits(counts: list[int], k: int) -> None:
+def test_the_level_is_the_largest_number_that_fits(counts, k):
     if sum(counts) > k:
         plain = max(q for q in range(k + 1) if sum(min(count, q) for count in counts) <= k)
         assert level(np.array(counts), k) == plain
 
 
-def shaped(kind: str, size: int, dice: np.random.Generator) -> np.ndarray:
+def shaped(kind, size, dice):
     """Priorities whose order or distribution may make a sample of them misleading."""
     values = dice.exponential(size=size)
     if kind in ("rising", "falling"):
@@ -250,9 +245,7 @@ def shaped(kind: str, size: int, dice: np.random.Generator) -> np.ndarray:
     st.sampled_from(["one", "alike", "uneven", "in turn", "one after the other", "many"]),
     st.data(),
 )
-def test_the_smallest_of_each_group_stay_below_its_threshold(
-    seed: int, kind: str, grouped: str, data: st.DataObject
-) -> None:
+def test_the_smallest_of_each_group_stay_below_its_threshold(seed, kind, grouped, data):
     """Whatever a sample of the priorities says, and on both sides of the size from which on there is one."""
     size = data.draw(st.one_of(st.integers(1, 300), st.integers(32_700, 70_000)))
     k = data.draw(st.one_of(st.integers(0, size - 1), st.integers(size - 1 - size // 33, size - 1)))
@@ -280,9 +273,7 @@ def test_the_smallest_of_each_group_stay_below_its_threshold(
     st.floats(0, 1),
     st.data(),
 )
-def test_groups_have_as_many_as_their_floors_and_the_rest_is_the_smallest(
-    seed: int, kind: str, size: int, share: float, data: st.DataObject
-) -> None:
+def test_groups_have_as_many_as_their_floors_and_the_rest_is_the_smallest(seed, kind, size, share, data):
     """Also where thresholds have fallen before, and some groups are empty."""
     dice, k, groups = np.random.default_rng(seed), data.draw(st.integers(0, size)), 6
     held, group = shaped(kind, size, dice), np.minimum(dice.geometric(0.5, size) - 1, groups - 1).astype(np.int16)
@@ -312,18 +303,18 @@ def test_groups_have_as_many_as_their_floors_and_the_rest_is_the_smallest(
         ("diverse", AdmissionContext(4, HOUR, None), "needs model.embedding"),
     ],
 )
-def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, context: AdmissionContext, message: str) -> None:
+def test_a_policy_that_lacks_what_it_needs_is_refused(policy, context, message):
     with pytest.raises(SettingsError, match=message):
         ADMISSIONS[policy](context)
 
 
-def test_the_name_of_a_policy_differs_with_each_setting() -> None:
+def test_the_name_of_a_policy_differs_with_each_setting():
     """It distinguishes a checkpoint's priorities from those of other settings."""
     policies = [
         *(ADMISSIONS[name](AdmissionContext(4, HOUR, 8)) for name in ADMISSIONS),
         *(ADMISSIONS[name](AdmissionContext(5, 2 * HOUR, 9)) for name in ("class-balanced", "recent", "diverse")),
         *(ADMISSIONS[name](AdmissionContext(4, HOUR, 8, 0.5)) for name in ("reservoir", "recent", "distinct")),
-        ReservoirAdmission(ClassFloor(5, 0.5)),
-        ReservoirAdmission(ClassFloor(5, 0.25)),
+        Admission(ClassFloor(5, 0.5)),
+        Admission(ClassFloor(5, 0.25)),
     ]
     assert len({policy.name for policy in policies}) == len(policies) == 13

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.reservoir.watermarks import Watermarks
+from anabranch.replay.reservoir.reservoir import Watermarks
 
 Event = tuple[int, int, int]
 """Partition, offset and row."""
@@ -13,18 +13,18 @@ calls = st.lists(
 )
 
 
-def columns(events: list[Event]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def columns(events):
     table = np.array(events, np.int64).reshape(-1, 3)
     return table[:, 0], table[:, 1], table[:, 2].astype(np.int32)
 
 
-def beyond(marks: Watermarks, events: list[Event]) -> list[bool]:
+def beyond(marks, events):
     found = marks.advance(*columns(events))
     return [True] * len(events) if found is None else found.tolist()
 
 
 @given(calls)
-def test_an_event_is_beyond_all_of_its_partition_that_came_before_it(added: list[list[Event]]) -> None:
+def test_an_event_is_beyond_all_of_its_partition_that_came_before_it(added):
     marks, highest = Watermarks(), dict[int, tuple[int, int]]()
     for events in added:
         expected = []
@@ -36,14 +36,14 @@ def test_an_event_is_beyond_all_of_its_partition_that_came_before_it(added: list
 
 
 @given(calls)
-def test_the_number_of_events_of_a_call_does_not_matter(added: list[list[Event]]) -> None:
+def test_the_number_of_events_of_a_call_does_not_matter(added):
     one, other = Watermarks(), Watermarks()
     separate = [each for events in added for each in beyond(one, events)]
     assert separate == beyond(other, [event for events in added for event in events])
     assert one.highest == other.highest
 
 
-def test_ascending_events_are_not_examined_one_by_one() -> None:
+def test_ascending_events_are_not_examined_one_by_one():
     marks = Watermarks()
     assert marks.advance(*columns([(0, 1, 0), (1, 5, 0), (0, 1, 1), (0, 2, 0), (1, 6, 0)])) is None
     assert marks.advance(*columns([(0, 3, 0)])) is None

@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.sampling.group_lists import GroupLists
+from anabranch.replay.sampling.balanced import GroupLists
 
 
 @given(st.integers(0, 2**32), st.integers(1, 10), st.integers(1, 8))
-def test_a_choice_is_as_even_as_the_groups_allow(seed: int, turns: int, groups: int) -> None:
+def test_a_choice_is_as_even_as_the_groups_allow(seed, turns, groups):
     """While events come and go, groups grow beyond their first room and become empty."""
     dice, lists, plain, free = np.random.default_rng(seed), GroupLists(), {}, list(range(3000))
     dice.shuffle(free)
@@ -33,7 +33,7 @@ def test_a_choice_is_as_even_as_the_groups_allow(seed: int, turns: int, groups: 
         assert not short.any() or counts.max() <= counts[short].min() + 1
 
 
-def test_within_a_large_group_all_come_alike() -> None:
+def test_within_a_large_group_all_come_alike():
     """By trial, where few of many are chosen: chi-square, 199 degrees of freedom, 280 once in 7,000 fair trials."""
     lists, dice, counts = GroupLists(), np.random.default_rng(0), np.zeros(200)
     lists.add(np.zeros(200, np.int64), np.arange(200, dtype=np.int32))
@@ -42,7 +42,7 @@ def test_within_a_large_group_all_come_alike() -> None:
     assert ((counts - 150) ** 2 / 150).sum() < 280
 
 
-def test_what_was_never_added_may_be_discarded() -> None:
+def test_what_was_never_added_may_be_discarded():
     lists = GroupLists()
     lists.discard(np.array([3], np.int32))
     lists.add(np.array([2]), np.array([5], np.int32))

@@ -1,7 +1,6 @@
 """Who is sampled: never twice, never what has left, and each as often as its sampler says."""
 
 import math
-from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -10,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.events.partition import TopicPartition
-from replay.policies import SAMPLERS, SamplerContext
-from replay.reservoir.event_table import EventTable, records_of
-from replay.sampling.base import Choice, Sampler
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.replay.policies import SAMPLERS, SamplerContext
+from anabranch.replay.reservoir.event_table import EventTable, records_of
+from anabranch.replay.sampling.base import Sampler
 
 HOUR = timedelta(hours=1)
 PLAIN = ["uniform", "class-balanced", "recent", "loss"]
@@ -25,7 +24,7 @@ each_sampler = pytest.mark.parametrize("name", PLAIN)
 class Bench:
     """An index and a sampler over it. Which slots events get is random, seeded by `luck`."""
 
-    def __init__(self, name: str, luck: int = 0) -> None:
+    def __init__(self, name, luck=0):
         self.name = name
         self._slots = np.random.default_rng(luck).permutation(SLOTS).astype(np.int32)
         self.event_table = EventTable(SLOTS, LIMIT)
@@ -33,7 +32,7 @@ class Bench:
         self.sampler: Sampler = SAMPLERS[name](SamplerContext(self.event_table, SLOTS, 4, HOUR, None))
         self._next = 0
 
-    def add(self, n: int, label: Sequence[int] = (0,), hours: Sequence[float] = (0,)) -> np.ndarray:
+    def add(self, n, label=(0,), hours=(0,)):
         """Add n events of offsets that go on from the last ones, and return their slots."""
         slots, self._slots = self._slots[:n], self._slots[n:]
         zeros = np.zeros(n, np.int64)
@@ -48,26 +47,26 @@ class Bench:
         self.sampler.add(slots)
         return slots
 
-    def drop(self, gone: np.ndarray) -> None:
+    def drop(self, gone):
         """Let the events of some offsets leave."""
         left = self.event_table.keep(~np.isin(self.offsets(self.event_table.slots), gone))
         self._slots = np.concatenate([self._slots, left])
         self.sampler.remove(left)
 
-    def sample(self, n: int, step: int = 0) -> Choice:
+    def sample(self, n, step=0):
         return self.sampler.sample(n, np.random.default_rng(step))
 
-    def offsets(self, slots: np.ndarray) -> np.ndarray:
+    def offsets(self, slots):
         return self.event_table.column("offset", slots)
 
-    def positions(self, n: int, samples: int) -> np.ndarray:
+    def positions(self, n, samples):
         """By position in a sample, how often each event was there."""
         counts = np.zeros((n, self._next), np.int64)
         for step in range(samples):
             counts[np.arange(n), self.offsets(self.sample(n, step).slots)] += 1
         return counts
 
-    def restarted(self, luck: int) -> "Bench":
+    def restarted(self, luck):
         """Return what goes on from a checkpoint of this one, its events in other slots."""
         other, index, state = Bench(self.name, luck), self.event_table.copy(), self.sampler.state()
         state = {name: np.array(values) for name, values in state.items()}
@@ -79,7 +78,7 @@ class Bench:
         return other
 
 
-def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+def chi_square(counts, expected):
     """In standard deviations beyond its mean."""
     expected = expected * counts.sum() / expected.sum()
     freedom = len(counts) - 1
@@ -90,9 +89,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 @each_sampler
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), turns=st.integers(1, 15), restarts=st.booleans())
-def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_sample(
-    name: str, seed: int, turns: int, restarts: bool
-) -> None:
+def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_sample(name, seed, turns, restarts):
     """Bit for bit: the same events in the same order with the same corrections, whatever slots they are in.
 
     The newest event stays: `recent` does not keep its time over a restart.
@@ -132,7 +129,7 @@ class TestOrder:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", PLAIN)
-    def test_equal_events_are_equally_frequent_at_every_position(self, name: str) -> None:
+    def test_equal_events_are_equally_frequent_at_every_position(self, name):
         """Four standard deviations are exceeded once in some ten thousand fair trials."""
         bench = Bench(name)
         bench.add(60, label=[0, 1, 2])
@@ -140,7 +137,7 @@ class TestOrder:
         for index in (0, 1, 4, 8):
             assert abs(chi_square(positions[index], np.ones(60))) < 4.5, f"position {index}"
 
-    def test_every_class_is_equally_frequent_at_every_position(self) -> None:
+    def test_every_class_is_equally_frequent_at_every_position(self):
         bench = Bench("class-balanced")
         bench.add(300, label=[0] * 26 + [1] * 3 + [-1])
         for index in bench.positions(12, 2000)[[0, 1, 11]]:
@@ -149,7 +146,7 @@ class TestOrder:
 
 
 class TestEven:
-    def test_each_class_comes_as_often_and_what_a_small_one_lacks_others_give(self) -> None:
+    def test_each_class_comes_as_often_and_what_a_small_one_lacks_others_give(self):
         bench = Bench("class-balanced")
         bench.add(1000, label=[0])
         bench.add(100, label=[3])
@@ -163,7 +160,7 @@ class TestEven:
         assert sorted(counts.tolist()) == [0, 4, 20, 21, 21]
 
     @pytest.mark.slow
-    def test_within_a_class_events_come_alike(self) -> None:
+    def test_within_a_class_events_come_alike(self):
         bench = Bench("class-balanced")
         bench.add(40, label=[0, 0, 0, 1])
         counts = bench.positions(8, 4000).sum(axis=0)
@@ -173,7 +170,7 @@ class TestEven:
 
 class TestRecent:
     @pytest.mark.slow
-    def test_one_half_as_likely_for_each_half_life_that_it_is_older(self) -> None:
+    def test_one_half_as_likely_for_each_half_life_that_it_is_older(self):
         """Enough samples to distinguish a factor of 1.8 or 2.2 from 2 in all of 4,000 trials."""
         bench = Bench("recent")
         bench.add(300, hours=np.repeat(np.arange(6), 50))
@@ -181,7 +178,7 @@ class TestRecent:
         assert chi_square(counts, 2.0 ** np.arange(6)) < 4.5
 
     @pytest.mark.slow
-    def test_no_span_of_time_is_too_long_or_too_far_back(self) -> None:
+    def test_no_span_of_time_is_too_long_or_too_far_back(self):
         """The scale moves; the oldest are as good as never sampled before the others are."""
         bench = Bench("recent")
         for hours in (300_000, 0, 301_000, 900_000, 5, 899_999):
@@ -194,7 +191,7 @@ class TestRecent:
         assert chi_square(np.array([counts[30:40].sum(), counts[50:60].sum()]), np.array([2.0, 1.0])) < 4.5
 
     @pytest.mark.slow
-    def test_a_time_of_the_far_future_is_erased_with_its_event(self) -> None:
+    def test_a_time_of_the_far_future_is_erased_with_its_event(self):
         """Not at once, but with the next start: until then all others are as old as it makes them."""
         bench = Bench("recent")
         bench.add(1, hours=[1_000_000])
@@ -208,7 +205,7 @@ class TestRecent:
 
 @pytest.mark.slow
 class TestLoss:
-    def test_probability_and_correction_are_those_of_the_paper(self) -> None:
+    def test_probability_and_correction_are_those_of_the_paper(self):
         """Enough samples to distinguish an exponent of 0.5 or 0.7 from 0.6, in 998 of 1,000 trials."""
         bench = Bench("loss")
         losses = np.geomspace(0.01, 50, 100).astype(np.float32)
@@ -220,7 +217,7 @@ class TestLoss:
         expected = (100 * weights[chosen] / weights.sum()) ** -0.4
         assert choice.correction == pytest.approx(expected / expected.max(), rel=1e-6)
 
-    def test_an_event_without_a_loss_gets_a_high_quantile_of_the_newest_losses(self) -> None:
+    def test_an_event_without_a_loss_gets_a_high_quantile_of_the_newest_losses(self):
         """Enough samples to distinguish 32 ** 0.6 from 1 and from 32 in all of 4,000 trials."""
         bench = Bench("loss")
         bench.sampler.update_priorities(bench.add(50), np.full(50, 32.0, np.float32))
@@ -230,7 +227,7 @@ class TestLoss:
         assert chi_square(bench.positions(1, 5000)[0], expected) < 4.5
 
     @pytest.mark.parametrize("known", [2, 900])
-    def test_one_outlier_says_nothing_of_events_that_come_after_it(self, known: int) -> None:
+    def test_one_outlier_says_nothing_of_events_that_come_after_it(self, known):
         bench = Bench("loss")
         slots = bench.add(known)
         losses = np.linspace(1.0, 2.0, known).astype(np.float32)
@@ -243,10 +240,24 @@ class TestLoss:
         counts = bench.positions(1, 3000)[0]
         assert 1300 < counts[known:].sum() < 2100, "new events are sampled as others are, or a little sooner"
 
-    def test_next_to_an_event_of_nearly_all_the_weight_others_are_sampled_in_proportion(self) -> None:
+    def test_outliers_are_sampled_no_sooner_than_others_and_hard_events_are(self):
         bench = Bench("loss")
-        losses = np.array([1e20, *[1.0] * 50, *[32.0] * 50], np.float32)
-        bench.sampler.update_priorities(bench.add(101), losses)
+        slots, losses = bench.add(1000), np.full(1000, 0.1, np.float32)
+        losses[:50], losses[50:60] = np.geomspace(1e9, 1e38, 50), 3200.0
+        for _ in range(3):
+            for some in np.array_split(np.random.default_rng(0).permutation(1000), 20):
+                bench.sampler.update_priorities(slots[some], losses[some])
+        counts = bench.positions(1, 4000)[0]
+        assert chi_square(counts[:50], np.ones(50)) < 4.5
+        weights = np.array([1.0, 32000**0.6, 1.0])
+        sums = np.array([counts[:50].sum(), counts[50:60].sum(), counts[60:].sum()])
+        assert chi_square(sums, weights * (50, 10, 940)) < 4.5
+
+    def test_next_to_an_event_of_nearly_all_the_weight_others_are_sampled_in_proportion(self):
+        bench = Bench("loss")
+        slots = bench.add(101)
+        bench.sampler.update_priorities(slots, np.array([1.0, *[1.0] * 50, *[32.0] * 50], np.float32))
+        bench.sampler._weigh(slots[:1], 1e12)
         before = bench.sampler.state()
         first, second = bench.positions(2, 2000)
         assert first[0] == 2000
@@ -254,7 +265,7 @@ class TestLoss:
         after = bench.sampler.state()
         assert all(np.array_equal(before[name], after[name]) for name in before), "a sample changes no weight"
 
-    def test_what_decides_for_new_events_is_bounded_and_outlives_a_restart(self) -> None:
+    def test_what_decides_for_new_events_is_bounded_and_outlives_a_restart(self):
         bench = Bench("loss")
         slots = bench.add(1000)
         for turn in range(10):
@@ -268,7 +279,7 @@ class TestLoss:
         assert bench.offsets(bench.sample(50).slots).tolist() == other.offsets(other.sample(50).slots).tolist()
 
     @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-    def test_a_loss_that_is_no_number_changes_nothing(self, loss: float) -> None:
+    def test_a_loss_that_is_no_number_changes_nothing(self, loss):
         bench = Bench("loss")
         slots = bench.add(20)
         bench.sampler.update_priorities(slots, np.arange(1, 21).astype(np.float32))
@@ -278,15 +289,16 @@ class TestLoss:
         assert all(np.array_equal(before[name], after[name]) for name in before)
 
     @pytest.mark.parametrize("loss", [0.0, -3.0, 1e-30])
-    def test_an_event_without_any_loss_may_still_be_sampled(self, loss: float) -> None:
+    def test_an_event_without_any_loss_may_still_be_sampled(self, loss):
         bench = Bench("loss")
         bench.sampler.update_priorities(bench.add(20), np.full(20, loss, np.float32))
         assert chi_square(bench.positions(1, 2000)[0], np.ones(20)) < 4.5
 
-    def test_one_huge_loss_leaves_room_for_the_others_in_a_sample(self) -> None:
+    def test_one_huge_weight_leaves_room_for_the_others_in_a_sample(self):
         bench = Bench("loss")
         slots = bench.add(200)
-        bench.sampler.update_priorities(slots, np.array([3e38, *[1e-9] * 199], np.float32))
+        bench.sampler.update_priorities(slots, np.full(200, 1e-9, np.float32))
+        bench.sampler._weigh(slots[:1], 3e38**0.6)
         choice = bench.sample(100)
         assert bench.offsets(choice.slots)[0] == 0
         assert len(set(choice.slots.tolist())) == 100
@@ -296,7 +308,7 @@ class TestLoss:
 
 @pytest.mark.parametrize("before", PLAIN)
 @pytest.mark.parametrize("after", PLAIN)
-def test_what_another_sampler_left_in_a_checkpoint_does_no_harm(before: str, after: str) -> None:
+def test_what_another_sampler_left_in_a_checkpoint_does_no_harm(before, after):
     one, two = Bench(before), Bench(after)
     one.sampler.update_priorities(one.add(30), np.arange(30).astype(np.float32))
     two.add(30)
@@ -313,6 +325,6 @@ def test_what_another_sampler_left_in_a_checkpoint_does_no_harm(before: str, aft
         ("diverse", "needs model.embedding"),
     ],
 )
-def test_a_sampler_that_lacks_what_it_needs_is_refused(name: str, message: str) -> None:
+def test_a_sampler_that_lacks_what_it_needs_is_refused(name, message):
     with pytest.raises(SettingsError, match=message):
         SAMPLERS[name](SamplerContext(EventTable(10, 10), 10, None, HOUR, None))

@@ -5,15 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.sampling.stable_positions import StablePositions
-from replay.sampling.sum_tree import SumTree
+from anabranch.replay.sampling.weighted import StablePositions, SumTree
 
 sizes = st.sampled_from([1, 2, 63, 64, 65, 300, 64 * 64, 64 * 64 + 1, 5000])
 
 
 @settings(max_examples=60)
 @given(sizes, st.integers(0, 2**32), st.integers(1, 6))
-def test_a_point_falls_on_the_leaf_that_a_scan_finds(leaves: int, seed: int, turns: int) -> None:
+def test_a_point_falls_on_the_leaf_that_a_scan_finds(leaves, seed, turns):
     """With whole weights, so that sums are exact however they are made; a leaf of weight 0 is never found."""
     rng, tree, plain = np.random.default_rng(seed), SumTree(leaves), np.zeros(leaves)
     for _ in range(turns):
@@ -32,7 +31,7 @@ def test_a_point_falls_on_the_leaf_that_a_scan_finds(leaves: int, seed: int, tur
 
 @settings(max_examples=40)
 @given(sizes, st.integers(0, 2**32))
-def test_sums_depend_on_the_weights_alone(leaves: int, seed: int) -> None:
+def test_sums_depend_on_the_weights_alone(leaves, seed):
     """Bit for bit: one by one, in another order, by way of other weights, all at once."""
     rng = np.random.default_rng(seed)
     weights = rng.exponential(size=leaves) * 10.0 ** rng.integers(-200, 200, leaves)
@@ -47,7 +46,7 @@ def test_sums_depend_on_the_weights_alone(leaves: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("leaves", [1, 64, 70, 5000])
-def test_the_very_end_falls_on_the_last_leaf_with_a_weight(leaves: int) -> None:
+def test_the_very_end_falls_on_the_last_leaf_with_a_weight(leaves):
     """Rounding may make a point as large as the total."""
     tree = SumTree(leaves)
     tree.set(np.arange(leaves), 0.1)
@@ -58,7 +57,7 @@ def test_the_very_end_falls_on_the_last_leaf_with_a_weight(leaves: int) -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 12))
-def test_positions_depend_on_added_and_removed_events_and_not_on_slots(seed: int, turns: int) -> None:
+def test_positions_depend_on_added_and_removed_events_and_not_on_slots(seed, turns):
     """The lowest free ones are taken, also after a restart in which events are in other slots."""
     rng = np.random.default_rng(seed)
     positions, slots, position_of = StablePositions(100, 60), {}, {}

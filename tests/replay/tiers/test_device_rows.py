@@ -1,8 +1,6 @@
 """Rows on a device that is not the host: the order of streams, and little memory. On a CPU that acts as CUDA."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,18 +8,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from replay import sample_plan
-from replay.background_store import BackgroundStore
-from replay.build import build_store
-from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints, add_now, plan_ahead
-from replay.sample_plan import Sample
-from replay.store import Store
-from replay.tiers import device_rows, memory
-from replay.tiers.memory import MemoryTier
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.replay import sample_plan
+from anabranch.replay.background_store import BackgroundStore
+from anabranch.replay.build import build_store
+from anabranch.replay.settings import ReplaySettings
+from anabranch.replay.tiers import memory
+from anabranch.replay.tiers.memory import MemoryTier
+from anabranch.testing.stores import FakeCheckpoints, add_now, plan_ahead
 from tests.support.cuda_recorder import CudaRecorder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -37,17 +32,17 @@ each_arrangement = pytest.mark.parametrize("options", ARRANGEMENTS.values(), ids
 
 
 @pytest.fixture(autouse=True)
-def without_cached_tensors() -> None:
+def without_cached_tensors():
     """Tensors of an earlier recorder would be on the host."""
     sample_plan._ones.cache_clear()
 
 
-def open_store(schema: Schema, device: torch.device, folder: Path, **options: Any) -> Store:
+def open_store(schema, device, folder, **options):
     settings = ReplaySettings.model_validate({"capacity": 200, **options})
     return build_store(settings, schema, device, 0, folder)
 
 
-def life(store: Store, schema: Schema, check: Callable[[Sample], None]) -> FakeCheckpoints:
+def life(store, schema, check):
     """Samples while events come and leave, and a checkpoint is made meanwhile."""
     checkpoints = FakeCheckpoints(store)
     for step in range(24):
@@ -55,21 +50,19 @@ def life(store: Store, schema: Schema, check: Callable[[Sample], None]) -> FakeC
         columns["weight"] = (1 + columns["offset"] % 3).astype(np.float32)
         add_now(store, columns, PARTITIONS)
         plan_ahead(store, step, 16)
-        check(store.sample(step, 16))
+        check(store.planner.sample(step, 16))
         if step in (10, 17):
             checkpoints.checkpoint(step)
     return checkpoints
 
 
-def numbers(sample: Sample) -> list[np.ndarray[Any, Any]]:
+def numbers(sample):
     return [sample.importance.cpu().numpy(), *(column.cpu().numpy() for column in sample.columns.values())]
 
 
 @pytest.mark.slow
 @each_arrangement
-def test_each_sample_is_ordered_after_its_rows_and_equals_that_of_the_host(
-    schema: Schema, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_each_sample_is_ordered_after_its_rows_and_equals_that_of_the_host(schema, tmp_path, options):
     expected: list[list[np.ndarray[Any, Any]]] = []
     plain = open_store(schema, CPU, tmp_path / "cpu", **options)
     contents = life(plain, schema, lambda sample: expected.append(numbers(sample))).checkpoint(30)
@@ -77,7 +70,7 @@ def test_each_sample_is_ordered_after_its_rows_and_equals_that_of_the_host(
     with CudaRecorder() as cuda:
         store, found = open_store(schema, CUDA, tmp_path / "cuda", **options), list[list[np.ndarray[Any, Any]]]()
 
-        def check(sample: Sample) -> None:
+        def check(sample):
             assert {column.device.type for column in sample.columns.values()} == {"cuda"}
             found.append(numbers(sample))
 
@@ -92,7 +85,7 @@ def test_each_sample_is_ordered_after_its_rows_and_equals_that_of_the_host(
 
 
 @each_arrangement
-def test_a_step_waits_for_no_copy_of_the_store(schema: Schema, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_step_waits_for_no_copy_of_the_store(schema, tmp_path, options):
     with CudaRecorder() as cuda:
         store = BackgroundStore(open_store(schema, CUDA, tmp_path, **options))
         for step in range(12):
@@ -108,12 +101,12 @@ def test_a_step_waits_for_no_copy_of_the_store(schema: Schema, tmp_path: Path, o
     cuda.check()
 
 
-def test_the_rows_of_the_next_sample_are_gathered_before_its_step(schema: Schema, tmp_path: Path) -> None:
+def test_the_rows_of_the_next_sample_are_gathered_before_its_step(schema, tmp_path):
     with CudaRecorder() as cuda:
         store = open_store(schema, CUDA, tmp_path)
         add_now(store, fake_columns(schema, range(100), label=[0, 1, 2, 3]), PARTITIONS)
         plan_ahead(store, 0, 16)
-        store.sample(0, 16)
+        store.planner.sample(0, 16)
         before = cuda.sites("op").count("index_select")
         assert before == 2
         store.planner.fetch(store.planner.plans[0])
@@ -124,12 +117,12 @@ def test_the_rows_of_the_next_sample_are_gathered_before_its_step(schema: Schema
 class LargestGather(TorchDispatchMode):
     """Measures the largest tensor that rows are gathered into, and raises when it is larger than the device allows."""
 
-    def __init__(self, fits: int = 1 << 60) -> None:
+    def __init__(self, fits=1 << 60):
         super().__init__()
         self.fits = fits
         self.largest = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten.index_select:
             if result.nbytes > self.fits:
@@ -139,7 +132,7 @@ class LargestGather(TorchDispatchMode):
 
 
 @pytest.fixture
-def as_on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_on_device(monkeypatch):
     """Let the CPU store rows as a device does."""
     monkeypatch.setattr(memory, "is_host", lambda _device: False)
     return iter([None])
@@ -147,15 +140,13 @@ def as_on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("as_on_device")
 @pytest.mark.parametrize("fits", [1 << 60, 600, 100])
-def test_a_checkpoint_reads_in_pieces_of_bounded_size(
-    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: int
-) -> None:
-    monkeypatch.setattr(device_rows, "_READ_BYTES", 1000)
+def test_a_checkpoint_reads_in_pieces_of_bounded_size(schema, tmp_path, monkeypatch, fits):
+    monkeypatch.setattr(memory, "_READ_BYTES", 1000)
     store = open_store(schema, CPU, tmp_path, capacity=150)
     add_now(store, fake_columns(schema, range(150), label=[0, 1, 2, 3]), PARTITIONS)
     captured = store.begin_snapshot(1)
     with LargestGather(fits) as gather:
-        _, change = store.contents(captured)
+        _, change = captured.contents()
     assert 0 < gather.largest <= min(fits, 1000)
     assert change.payload is not None
     found = store._layout.unpack(change.payload)["feature.x"].numpy()
@@ -165,20 +156,20 @@ def test_a_checkpoint_reads_in_pieces_of_bounded_size(
 
 
 @pytest.mark.usefixtures("as_on_device")
-def test_a_checkpoint_without_memory_to_read_fails_as_on_a_full_disk(schema: Schema, tmp_path: Path) -> None:
+def test_a_checkpoint_without_memory_to_read_fails_as_on_a_full_disk(schema, tmp_path):
     store = open_store(schema, CPU, tmp_path)
     add_now(store, fake_columns(schema, range(150), label=[0, 1, 2, 3]), PARTITIONS)
     captured = store.begin_snapshot(1)
     with LargestGather(0), pytest.raises(OSError, match="no memory to read the stored events"):
-        store.contents(captured)
+        captured.contents()
     store.close()
 
 
 @pytest.mark.slow
 @each_arrangement
 def test_plans_without_memory_on_the_device_are_kept_on_the_host_until_they_are_sampled(
-    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+    schema, tmp_path, monkeypatch, options
+):
     samples: dict[bool, list[list[np.ndarray[Any, Any]]]] = {False: [], True: []}
     for short in (False, True):
         with CudaRecorder() as cuda:
@@ -191,7 +182,7 @@ def test_plans_without_memory_on_the_device_are_kept_on_the_host_until_they_are_
                     columns = fake_columns(schema, range(step * 40, step * 40 + 40), label=[0, 1, 2, 3])
                     add_now(store, columns, PARTITIONS)
                     plan_ahead(store, step, 16)
-                samples[short].append(numbers(store.sample(step, 16)))
+                samples[short].append(numbers(store.planner.sample(step, 16)))
             FakeCheckpoints(store).checkpoint(1)
             store.close()
         cuda.check()
@@ -199,20 +190,18 @@ def test_plans_without_memory_on_the_device_are_kept_on_the_host_until_they_are_
         assert all(np.array_equal(one, two) for one, two in zip(plain, other, strict=True))
 
 
-def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_memory(monkeypatch):
     """Let no row be gathered on the device."""
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
     monkeypatch.setattr(MemoryTier, "_gather", fail)
-    monkeypatch.setattr(device_rows.DeviceRows, "gather", fail)
+    monkeypatch.setattr(memory.DeviceRows, "gather", fail)
 
 
 @pytest.mark.usefixtures("as_on_device")
-def test_a_sample_without_memory_keeps_its_plan(
-    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_without_memory_keeps_its_plan(schema, tmp_path, monkeypatch):
     store = open_store(schema, CPU, tmp_path)
     add_now(store, fake_columns(schema, range(100), label=[0, 1, 2, 3]), PARTITIONS)
     plan_ahead(store, 0, 16)
@@ -220,37 +209,35 @@ def test_a_sample_without_memory_keeps_its_plan(
     with monkeypatch.context() as patched:
         no_memory(patched)
         with pytest.raises(torch.OutOfMemoryError):
-            store.sample(0, 16)
-    assert store.sample(0, 16).records["offset"].tolist() == expected
+            store.planner.sample(0, 16)
+    assert store.planner.sample(0, 16).records["offset"].tolist() == expected
     store.close()
 
 
 @pytest.mark.usefixtures("as_on_device")
-def test_a_cache_without_memory_for_new_rows_leaves_them_to_the_slower_tier(
-    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_without_memory_for_new_rows_leaves_them_to_the_slower_tier(schema, tmp_path, monkeypatch):
     store = open_store(schema, CPU, tmp_path, disk={"bytes": "1MB"}, device_bytes="4kB")
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
     with monkeypatch.context() as patched:
         patched.setattr(MemoryTier, "put", fail)
         add_now(store, fake_columns(schema, range(100), label=[0, 1, 2, 3]), PARTITIONS)
-        assert store.rows["device"] == 0
+        assert store.tiers.rows(len(store))["device"] == 0
     plan_ahead(store, 0, 16)
-    sample = store.sample(0, 16)
+    sample = store.planner.sample(0, 16)
     every = fake_columns(schema, range(100), label=[0, 1, 2, 3])["feature.x"]
     assert np.array_equal(sample.columns["feature.x"].numpy(), every[sample.records["offset"]])
     add_now(store, fake_columns(schema, range(100, 140), label=[0, 1, 2, 3]), PARTITIONS)
-    assert store.rows["device"] > 0, "the room is used again"
+    assert store.tiers.rows(len(store))["device"] > 0, "the room is used again"
     store.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @each_arrangement
-def test_a_sample_on_a_gpu_waits_for_nothing(schema: Schema, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_sample_on_a_gpu_waits_for_nothing(schema, tmp_path, options):
     store = open_store(schema, CUDA, tmp_path, **options)
     for step in range(12):
         columns = fake_columns(schema, range(step * 40, step * 40 + 40), label=[0, 1, 2, 3])
@@ -258,7 +245,7 @@ def test_a_sample_on_a_gpu_waits_for_nothing(schema: Schema, tmp_path: Path, opt
         plan_ahead(store, step, 16)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            sample = store.sample(step, 16)
+            sample = store.planner.sample(step, 16)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert len(sample)
@@ -266,7 +253,7 @@ def test_a_sample_on_a_gpu_waits_for_nothing(schema: Schema, tmp_path: Path, opt
 
 
 @pytest.mark.gpu
-def test_a_sample_on_a_gpu_is_read_after_rows_that_are_still_being_written(schema: Schema, tmp_path: Path) -> None:
+def test_a_sample_on_a_gpu_is_read_after_rows_that_are_still_being_written(schema, tmp_path):
     store = open_store(schema, CUDA, tmp_path)
     memory_tier = store.tiers.all[0]
     assert isinstance(memory_tier, MemoryTier)
@@ -278,6 +265,6 @@ def test_a_sample_on_a_gpu_is_read_after_rows_that_are_still_being_written(schem
         part = {name: column[step * 100 : step * 100 + 100] for name, column in every.items()}
         add_now(store, part, PARTITIONS)
         plan_ahead(store, step, 16)
-        sample = store.sample(step, 16)
+        sample = store.planner.sample(step, 16)
         assert np.array_equal(sample.columns["feature.x"].cpu().numpy(), every["feature.x"][sample.records["offset"]])
     store.close()

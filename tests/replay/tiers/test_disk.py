@@ -3,8 +3,7 @@
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -13,29 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from replay.tiers.disk import DiskTier
+from anabranch.replay.tiers.disk import DiskTier
 
 R = 24
 
 
-def rows(identity: np.ndarray) -> np.ndarray:
+def rows(identity):
     """Return a row for each identity that no other has."""
     each = [np.random.default_rng(int(number)).integers(0, 256, R, np.uint8) for number in identity]
     return np.array(each, np.uint8).reshape(len(identity), R)
 
 
-def open_files() -> int:
+def open_files():
     return psutil.Process().num_fds()
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
+def tier(tmp_path):
     tier = DiskTier.create(tmp_path / "1.rows", R, 50)
     yield tier
     tier.close()
 
 
-def written(tier: DiskTier, slots: list[int], first: int = 100) -> tuple[np.ndarray, np.ndarray]:
+def written(tier, slots, first=100):
     where = np.array(slots, np.int64)
     identity = np.arange(first, first + len(slots), dtype=np.uint64)
     tier.write(where, identity, rows(identity))
@@ -44,9 +43,7 @@ def written(tier: DiskTier, slots: list[int], first: int = 100) -> tuple[np.ndar
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.permutations(range(50)), st.integers(0, 50)), min_size=1, max_size=6))
-def test_a_slot_holds_what_was_written_last(
-    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[list[int], int]]
-) -> None:
+def test_a_slot_holds_what_was_written_last(tmp_path_factory, writes):
     """In any order of slots, with neighbours and without; a slot never written is not whole."""
     tier = DiskTier.create(tmp_path_factory.mktemp("tier") / "1.rows", R, 50)
     expected = np.zeros(50, np.uint64)
@@ -60,30 +57,28 @@ def test_a_slot_holds_what_was_written_last(
 
 
 @pytest.mark.parametrize(("number", "sick"), [(errno.EIO, 9), (errno.ESTALE, 3), (errno.EIO, 3)])
-def test_an_unreachable_disk_loses_no_row_and_a_bad_sector_loses_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, sick: int
-) -> None:
+def test_an_unreachable_disk_loses_no_row_and_a_bad_sector_loses_its_row(tmp_path, monkeypatch, number, sick):
     tier = DiskTier.create(tmp_path / "1.rows", R, 9)
     identity, read = np.arange(9, dtype=np.uint64), os.preadv
     tier.write(np.arange(9), identity, rows(identity))
 
-    def fail(file: int, buffers: list[memoryview], offset: int) -> int:
+    def fail(file, buffers, offset):
         if offset < 4096 + sick * tier.slot_bytes:
             raise OSError(number, os.strerror(number))
         return read(file, buffers, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.tiers.disk.os.preadv", fail)
+        patch.setattr("anabranch.replay.tiers.disk.os.preadv", fail)
         if number == errno.EIO:
             assert not tier.read(np.arange(1), identity[:1])[1].any(), "one alone is lost too"
-        patch.setattr("replay.tiers.disk.os.pread", lambda file, _size, offset: fail(file, [], offset) or b"")
+        patch.setattr("anabranch.replay.tiers.disk.os.pread", lambda file, _size, offset: fail(file, [], offset) or b"")
         if (number, sick) == (errno.EIO, 3):
             assert tier.read(np.arange(9), identity)[1].tolist() == [False] * 3 + [True] * 6
         else:
             with pytest.raises(OSError, match=os.strerror(number)):
                 tier.read(np.arange(9), identity)
             why = os.strerror(number)
-            assert tier.problem == f"replay.disk: {tier.path} cannot be read: {why}; what it has is not rehearsed"
+            assert tier.problem == f"replay.disk: {tier.path} cannot be read: {why}; its events are not replayed"
     assert tier.read(np.arange(9), identity)[1].all()
     assert tier.problem is None
     tier.close()
@@ -92,7 +87,7 @@ def test_an_unreachable_disk_loses_no_row_and_a_bad_sector_loses_its_row(
 @pytest.mark.parametrize(
     ("row_bytes", "slot_bytes"), [(24, 32), (3056, 3064), (3064, 4096), (4088, 4096), (5000, 5008), (6200, 8192)]
 )
-def test_long_records_are_whole_pages_unless_that_wastes_much(tmp_path: Path, row_bytes: int, slot_bytes: int) -> None:
+def test_long_records_are_whole_pages_unless_that_wastes_much(tmp_path, row_bytes, slot_bytes):
     tier = DiskTier.create(tmp_path / "1.rows", row_bytes, 400)
     assert tier.slot_bytes == slot_bytes
     assert DiskTier.slots_in(tier.path.stat().st_size, row_bytes) == 400
@@ -113,8 +108,8 @@ def test_long_records_are_whole_pages_unless_that_wastes_much(tmp_path: Path, ro
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be asked to read ahead")
 @pytest.mark.parametrize(("row_bytes", "asks"), [(R, True), (3200, False)], ids=["packed", "whole pages"])
 def test_writes_ask_for_the_pages_that_they_change_in_part_once_reads_have_waited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_bytes: int, asks: bool
-) -> None:
+    tmp_path, monkeypatch, row_bytes, asks
+):
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _file, offset, _size, _advice: asked.append(offset))
     tier = DiskTier.create(tmp_path / "1.rows", row_bytes, 50)
@@ -123,7 +118,7 @@ def test_writes_ask_for_the_pages_that_they_change_in_part_once_reads_have_waite
     assert not asked, "nothing was read yet"
     offsets = [4096 + slot * tier.slot_bytes for slot in (2, 9, 30)]
     for seconds, waited in ((0.0, True), (60.0, False)):
-        monkeypatch.setattr("replay.tiers.disk._COLD_SECONDS", seconds)
+        monkeypatch.setattr("anabranch.replay.tiers.disk._COLD_SECONDS", seconds)
         tier.read(where, identity)
         asked.clear()
         tier.write(where, identity, written)
@@ -131,7 +126,7 @@ def test_writes_ask_for_the_pages_that_they_change_in_part_once_reads_have_waite
     tier.close()
 
 
-def test_it_is_there_after_it_was_closed(tier: DiskTier) -> None:
+def test_it_is_there_after_it_was_closed(tier):
     where, identity = written(tier, [3, 4, 9])
     tier.sync()
     again = DiskTier.open(tier.path)
@@ -143,7 +138,7 @@ def test_it_is_there_after_it_was_closed(tier: DiskTier) -> None:
 
 
 @pytest.mark.parametrize("byte", [0, R - 1, R, R + 7])
-def test_a_flipped_bit_is_found_wherever_it_is(tier: DiskTier, byte: int) -> None:
+def test_a_flipped_bit_is_found_wherever_it_is(tier, byte):
     where, identity = written(tier, [0, 1, 2])
     content = bytearray(tier.path.read_bytes())
     content[4096 + 1 * tier.slot_bytes + byte] ^= 16
@@ -151,12 +146,12 @@ def test_a_flipped_bit_is_found_wherever_it_is(tier: DiskTier, byte: int) -> Non
     assert tier.read(where, identity)[1].tolist() == [True, False, True]
 
 
-def test_the_row_of_another_event_is_not_taken_for_this_one(tier: DiskTier) -> None:
+def test_the_row_of_another_event_is_not_taken_for_this_one(tier):
     where, identity = written(tier, [5])
     assert not tier.read(where, identity + 1)[1].any()
 
 
-def test_space_is_taken_at_once_and_given_back_when_it_cannot_be_had(tmp_path: Path) -> None:
+def test_space_is_taken_at_once_and_given_back_when_it_cannot_be_had(tmp_path):
     tier = DiskTier.create(tmp_path / "1.rows", R, 10_000)
     assert (tmp_path / "1.rows").stat().st_blocks * 512 >= 10_000 * tier.slot_bytes
     tier.close()
@@ -165,7 +160,7 @@ def test_space_is_taken_at_once_and_given_back_when_it_cannot_be_had(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["1.rows"]
 
 
-def test_slots_in_returns_how_many_fit(tmp_path: Path) -> None:
+def test_slots_in_returns_how_many_fit(tmp_path):
     for size in (4096, 5000, 100_000):
         slots = DiskTier.slots_in(size, R)
         if slots:
@@ -184,9 +179,7 @@ def test_slots_in_returns_how_many_fit(tmp_path: Path) -> None:
     ],
     ids=["removed", "empty", "something else", "cut short", "newer format"],
 )
-def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(
-    tier: DiskTier, harm: Callable[[Path], object], sentence: str
-) -> None:
+def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(tier, harm, sentence):
     before = open_files()
     harm(tier.path)
     with pytest.raises(SettingsError, match=sentence) as caught:
@@ -195,13 +188,13 @@ def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(
     assert open_files() == before
 
 
-def _fail(_file: int) -> None:
+def _fail(_file):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_disk_that_does_not_flush_is_reported_with_its_path(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_flush_is_reported_with_its_path(tier, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("replay.tiers.disk.os.fsync", _fail)
+        patch.setattr("anabranch.replay.tiers.disk.os.fsync", _fail)
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             tier.sync()
     why = os.strerror(errno.EIO)
@@ -216,7 +209,7 @@ class PageCache:
     Of one that fails the pages count as written, as with Linux: only what is written again comes to the disk.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch):
         self.dirty: set[int] = set()
         self.dirty_before: set[int] = set()
         """What was dirty before the last fsync."""
@@ -226,21 +219,21 @@ class PageCache:
         self.during: Callable[[], object] = bool
         """Called by each fsync."""
         self._pwrite, self._pwritev = os.pwrite, os.pwritev
-        patch.setattr("replay.tiers.disk.os.pwrite", self.pwrite)
-        patch.setattr("replay.tiers.disk.os.pwritev", self.pwritev)
-        patch.setattr("replay.tiers.disk.os.fsync", self.fsync)
+        patch.setattr("anabranch.replay.tiers.disk.os.pwrite", self.pwrite)
+        patch.setattr("anabranch.replay.tiers.disk.os.pwritev", self.pwritev)
+        patch.setattr("anabranch.replay.tiers.disk.os.fsync", self.fsync)
 
-    def pwrite(self, file: int, content: bytes, offset: int) -> int:
+    def pwrite(self, file, content, offset):
         return self._recorded(self._pwrite(file, content, offset), offset)
 
-    def pwritev(self, file: int, parts: list[memoryview], offset: int) -> int:
+    def pwritev(self, file, parts, offset):
         return self._recorded(self._pwritev(file, parts, offset), offset)
 
-    def _recorded(self, size: int, offset: int) -> int:
+    def _recorded(self, size, offset):
         self.dirty |= set(range(offset, offset + size))
         return size
 
-    def fsync(self, file: int) -> None:
+    def fsync(self, file):
         dirty, self.dirty, self.dirty_before = self.dirty, set(), self.dirty
         self.during()
         if self.fails:
@@ -250,7 +243,7 @@ class PageCache:
         self.lost -= dirty
 
 
-def test_what_did_not_come_to_the_disk_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_come_to_the_disk_is_written_again(tmp_path, monkeypatch):
     tier = DiskTier.create(tmp_path / "1.rows", R, 500)
     cache = PageCache(monkeypatch)
     written(tier, [3, 4, 499])
@@ -260,7 +253,7 @@ def test_what_did_not_come_to_the_disk_is_written_again(tmp_path: Path, monkeypa
     concurrent: list[tuple[np.ndarray, np.ndarray]] = []
     others = [70, 499]
 
-    def write_concurrently() -> None:
+    def write_concurrently():
         if not concurrent:
             concurrent.append(written(tier, others, 900))
 
@@ -282,9 +275,7 @@ def test_what_did_not_come_to_the_disk_is_written_again(tmp_path: Path, monkeypa
     tier.close()
 
 
-def test_a_row_that_cannot_be_read_is_left_out_of_what_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_cannot_be_read_is_left_out_of_what_is_written_again(tmp_path, monkeypatch):
     tier = DiskTier.create(tmp_path / "1.rows", R, 100)
     cache = PageCache(monkeypatch)
     written(tier, [3, 4])
@@ -293,12 +284,12 @@ def test_a_row_that_cannot_be_read_is_left_out_of_what_is_written_again(
         tier.sync()
     read = os.pread
 
-    def pread(file: int, size: int, offset: int) -> bytes:
+    def pread(file, size, offset):
         if offset == 4096 + 3 * tier.slot_bytes:
             _fail(file)
         return read(file, size, offset)
 
-    monkeypatch.setattr("replay.tiers.disk.os.pread", pread)
+    monkeypatch.setattr("anabranch.replay.tiers.disk.os.pread", pread)
     tier.sync()
     assert len(cache.lost) == tier.slot_bytes
     assert tier.problem is None
@@ -306,7 +297,7 @@ def test_a_row_that_cannot_be_read_is_left_out_of_what_is_written_again(
 
 
 @pytest.mark.slow
-def test_what_is_written_again_takes_no_newer_row_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_again_takes_no_newer_row_back(tmp_path, monkeypatch):
     tier = DiskTier.create(tmp_path / "1.rows", R, 100)
     cache = PageCache(monkeypatch)
     where, _ = written(tier, [3])
@@ -317,7 +308,7 @@ def test_what_is_written_again_takes_no_newer_row_back(tmp_path: Path, monkeypat
     writer = threading.Thread(target=tier.write, args=(where, newer, rows(newer)))
     read = os.pread
 
-    def pread(file: int, size: int, offset: int) -> bytes:
+    def pread(file, size, offset):
         record = read(file, size, offset)
         if offset == 4096 + 3 * tier.slot_bytes:
             writer.start()
@@ -325,7 +316,7 @@ def test_what_is_written_again_takes_no_newer_row_back(tmp_path: Path, monkeypat
         return record
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.tiers.disk.os.pread", pread)
+        patch.setattr("anabranch.replay.tiers.disk.os.pread", pread)
         tier.sync()
     writer.join()
     assert tier.read(where, newer)[1].all()

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from anabranch.core.errors import DependencyError
-from replay.snapshot import TierRef
-from replay.tiers.disk import DiskTier
-from replay.tiers.disk_files import find, make_way, next_path, take_back
+from anabranch.replay.tiers.disk import DiskTier
+from anabranch.replay.tiers.disk_files import find, make_way, next_path, take_back
 
 
-def make(folder: Path, *, named: bool) -> TierRef:
+def make(folder, *, named):
     tier = DiskTier.create(next_path(folder), 100, 9)
     if named:
         tier.mark_named()
@@ -20,19 +19,17 @@ def make(folder: Path, *, named: bool) -> TierRef:
     return tier.file
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def opens(folder: Path, file: TierRef) -> bool:
+def opens(folder, file):
     tier = DiskTier.open(find(folder, file))
     tier.close()
     return tier.id == file.id
 
 
-def test_a_file_that_a_checkpoint_has_named_is_put_aside_and_found_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_a_checkpoint_has_named_is_put_aside_and_found_again(tmp_path, caplog):
     file = make(tmp_path, named=True)
     make_way(tmp_path)
     assert names(tmp_path) == ["1.rows.before"]
@@ -43,9 +40,7 @@ def test_a_file_that_a_checkpoint_has_named_is_put_aside_and_found_again(
     assert opens(tmp_path, file)
 
 
-def test_starts_that_never_get_as_far_as_a_checkpoint_leave_one_file_and_take_none_that_is_aside(
-    tmp_path: Path,
-) -> None:
+def test_starts_that_never_get_as_far_as_a_checkpoint_leave_one_file_and_take_none_that_is_aside(tmp_path):
     file = make(tmp_path, named=True)
     for number in (2, 2, 2):
         make_way(tmp_path)
@@ -54,7 +49,7 @@ def test_starts_that_never_get_as_far_as_a_checkpoint_leave_one_file_and_take_no
     assert opens(tmp_path, file)
 
 
-def test_one_file_at_most_is_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_file_at_most_is_aside(tmp_path, caplog):
     make(tmp_path, named=True)
     make_way(tmp_path)
     newer = make(tmp_path, named=True)
@@ -64,7 +59,7 @@ def test_one_file_at_most_is_aside(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert opens(tmp_path, newer)
 
 
-def test_who_goes_back_can_go_forth_again(tmp_path: Path) -> None:
+def test_who_goes_back_can_go_forth_again(tmp_path):
     old = make(tmp_path, named=True)
     make_way(tmp_path)
     new = make(tmp_path, named=True)
@@ -77,7 +72,7 @@ def test_who_goes_back_can_go_forth_again(tmp_path: Path) -> None:
     assert opens(tmp_path, new)
 
 
-def test_a_file_goes_aside_under_a_name_that_none_has(tmp_path: Path) -> None:
+def test_a_file_goes_aside_under_a_name_that_none_has(tmp_path):
     old = make(tmp_path, named=True)
     make_way(tmp_path)
     new = make(tmp_path, named=True)
@@ -89,15 +84,13 @@ def test_a_file_goes_aside_under_a_name_that_none_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("crash_at", [1, 2])
-def test_a_crash_while_files_are_exchanged_loses_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
-) -> None:
+def test_a_crash_while_files_are_exchanged_loses_none(tmp_path, monkeypatch, crash_at):
     old = make(tmp_path, named=True)
     make_way(tmp_path)
     new = make(tmp_path, named=True)
     real, calls = Path.rename, []
 
-    def rename(path: Path, target: Path) -> Path:
+    def rename(path, target):
         calls.append(path)
         if len(calls) == crash_at:
             raise KeyboardInterrupt
@@ -116,19 +109,19 @@ def test_a_crash_while_files_are_exchanged_loses_none(
 @pytest.mark.parametrize(
     "content", [b"", b"x" * 5000, b'{"format":2,"id":"a","row_bytes":1,"slots":1}'.ljust(4096)], ids=str
 )
-def test_a_file_that_does_not_say_whether_a_checkpoint_named_it_is_put_aside(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_does_not_say_whether_a_checkpoint_named_it_is_put_aside(tmp_path, content):
     (tmp_path / "1.rows").write_bytes(content)
     make_way(tmp_path)
     assert names(tmp_path) == ["1.rows.before"]
 
 
-def test_a_file_that_cannot_be_read_for_now_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_for_now_is_left(tmp_path, monkeypatch):
     file = make(tmp_path, named=True)
 
-    def fails(*_: object) -> bytes:
+    def fails(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("replay.tiers.disk_files.os.pread", fails)
+    monkeypatch.setattr("anabranch.replay.tiers.disk_files.os.pread", fails)
     with pytest.raises(DependencyError, match="Input/output error"):
         make_way(tmp_path)
     with pytest.raises(DependencyError, match="Input/output error"):
@@ -136,14 +129,14 @@ def test_a_file_that_cannot_be_read_for_now_is_left(tmp_path: Path, monkeypatch:
     assert names(tmp_path) == ["1.rows"]
 
 
-def test_a_mark_that_was_not_written_is_written_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_was_not_written_is_written_the_next_time(tmp_path, monkeypatch):
     tier = DiskTier.create(tmp_path / "1.rows", 100, 9)
 
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.tiers.disk.os.pwrite", fails)
+        patch.setattr("anabranch.replay.tiers.disk.os.pwrite", fails)
         with pytest.raises(OSError, match="Input/output"):
             tier.mark_named()
         assert "cannot be marked" in (tier.problem or "")

@@ -5,39 +5,37 @@ import resource
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from replay.tiers.memory import MemoryTier
-from replay.tiers.prefault import Pages
+from anabranch.replay.tiers.memory import MemoryTier, Pages
 
 SIZE = 24_000_000
 Started = Callable[[], list[threading.Thread]]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux makes pages ahead")
 
 
-def fresh(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def fresh(size):
     """Return zeros whose pages do not exist yet: those of `np.zeros` may be of memory that was freed."""
     return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
-def faults() -> int:
+def faults():
     """Return how many pages this thread has waited for so far."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 @pytest.fixture
-def started() -> Started:
+def started():
     """Returns the threads that make pages, but for those of other tests."""
     before = threading.enumerate()
     return lambda: [each for each in threading.enumerate() if each.name == "pages" and each not in before]
 
 
 @linux
-def test_what_is_written_finds_its_pages_made_and_what_was_there_stays(started: Started) -> None:
+def test_what_is_written_finds_its_pages_made_and_what_was_there_stays(started):
     memory = fresh(SIZE)
     memory[:100], memory[-100:] = 7, 9
     pages = Pages(memory.ctypes.data, SIZE)
@@ -57,7 +55,7 @@ def test_what_is_written_finds_its_pages_made_and_what_was_there_stays(started: 
 
 
 @linux
-def test_no_more_are_made_than_a_little_ahead_and_none_after_the_end(started: Started) -> None:
+def test_no_more_are_made_than_a_little_ahead_and_none_after_the_end(started):
     memory = fresh(SIZE * 4)
     pages = Pages(memory.ctypes.data, memory.nbytes)
     pages.request_ahead(SIZE)
@@ -69,7 +67,7 @@ def test_no_more_are_made_than_a_little_ahead_and_none_after_the_end(started: St
     assert faults() > before, "pages far ahead were made"
 
 
-def test_a_small_memory_has_no_thread(started: Started) -> None:
+def test_a_small_memory_has_no_thread(started):
     memory = np.zeros(1000, np.uint8)
     pages = Pages(memory.ctypes.data, memory.nbytes)
     assert pages.all_requested
@@ -77,7 +75,7 @@ def test_a_small_memory_has_no_thread(started: Started) -> None:
     pages.close()
 
 
-def test_a_memory_tier_that_is_closed_leaves_no_thread_behind(started: Started) -> None:
+def test_a_memory_tier_that_is_closed_leaves_no_thread_behind(started):
     tier = MemoryTier(4096, 10_000, torch.device("cpu"))
     rows = np.random.default_rng(0).integers(0, 256, (1000, 4096), np.uint8)
     slots = np.arange(3000, 4000)

@@ -1,20 +1,18 @@
 """The file below the disk tier: `test_disk.py` has its faults, as the tier reports them."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from replay.tiers.disk_files import PAGE
-from replay.tiers.record_file import RecordFile
+from anabranch.replay.tiers.disk import RecordFile
+from anabranch.replay.tiers.disk_files import PAGE
 
 SLOTS, SIZE = 200, 32
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[RecordFile]:
+def file(tmp_path):
     descriptor = os.open(tmp_path / "1.rows", os.O_RDWR | os.O_CREAT)
     os.ftruncate(descriptor, PAGE + SLOTS * SIZE)
     records = RecordFile(descriptor, SLOTS, SIZE)
@@ -22,11 +20,11 @@ def file(tmp_path: Path) -> Iterator[RecordFile]:
     records.close()
 
 
-def record(number: int) -> bytes:
+def record(number):
     return bytes([number]) * SIZE
 
 
-def test_records_are_read_in_the_order_of_slots_and_an_erased_one_is_zeros(file: RecordFile) -> None:
+def test_records_are_read_in_the_order_of_slots_and_an_erased_one_is_zeros(file):
     file.write(memoryview(record(1) + record(2)), 7)
     file.write(memoryview(record(3)), 199)
     file.erase(np.array([8]))
@@ -34,16 +32,14 @@ def test_records_are_read_in_the_order_of_slots_and_an_erased_one_is_zeros(file:
     assert [row.tobytes() for row in found] == [record(1), record(0), record(0), record(3)]
 
 
-def test_only_regions_that_a_failed_sync_may_have_lost_are_written_again(
-    file: RecordFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_regions_that_a_failed_sync_may_have_lost_are_written_again(file, monkeypatch):
     again: list[int] = []
     pwrite, fsync = os.pwrite, os.fsync
 
-    def fails(_descriptor: int) -> None:
+    def fails(_descriptor):
         raise OSError("no")
 
-    def counted(descriptor: int, content: bytes, offset: int) -> int:
+    def counted(descriptor, content, offset):
         again.append((offset - PAGE) // SIZE)
         return pwrite(descriptor, content, offset)
 

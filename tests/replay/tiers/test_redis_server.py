@@ -4,9 +4,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import redis
@@ -14,16 +12,14 @@ import torch
 from redis._parsers import _RESP2Parser
 
 from anabranch.core.errors import DependencyError, SettingsError
-from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
-from ingest.kafka.fake import fake_columns
-from replay.build import build_store
-from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints, add_now
-from replay.snapshot import StoreSnapshot
-from replay.store import Store
-from replay.tiers.redis_server import RedisServer
-from replay.tiers.redis_tier import RedisTier
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.replay.build import build_store
+from anabranch.replay.settings import ReplaySettings
+from anabranch.replay.store import Store
+from anabranch.replay.tiers.redis_server import RedisServer
+from anabranch.replay.tiers.redis_tier import RedisTier
+from anabranch.testing.stores import FakeCheckpoints, add_now, sample_of
 from tests.support.waiting import wait_until
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -33,13 +29,11 @@ Build = Callable[..., Store]
 
 
 @pytest.fixture
-def build(schema: Schema, tmp_path: Path, mortal_redis: Any) -> Iterator[Build]:
+def build(schema, tmp_path, mortal_redis):
     """`build(disk=False, contents=None, **redis)`: stores without a memory tier, whose rows are all read from Redis."""
     stores: list[Store] = []
 
-    def make(
-        *, disk: bool = False, contents: StoreSnapshot | None = None, first: bool = False, **redis: object
-    ) -> Store:
+    def make(*, disk=False, contents=None, first=False, **redis):
         settings = ReplaySettings.model_validate(
             {
                 "capacity": CAPACITY,
@@ -58,18 +52,18 @@ def build(schema: Schema, tmp_path: Path, mortal_redis: Any) -> Iterator[Build]:
 
 
 @pytest.fixture(autouse=True)
-def _lasting_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def _lasting_probe(monkeypatch):
     """Tests count keys, the probe's among them, which on a busy machine must not have expired by then."""
-    monkeypatch.setattr("replay.tiers.redis_server._PROBE_LIFE_MS", 600_000)
+    monkeypatch.setattr("anabranch.replay.tiers.redis_server._PROBE_LIFE_MS", 600_000)
 
 
 @pytest.fixture
-def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def unanswered(monkeypatch):
     """Commands that had no reply, but for those by which a server that is away is looked for in the background."""
     found: list[object] = []
     execute = redis.Redis.execute_command
 
-    def execute_and_record(client: redis.Redis, *arguments: object, **options: object) -> object:
+    def execute_and_record(client, *arguments, **options):
         try:
             return execute(client, *arguments, **options)
         except (redis.ConnectionError, redis.TimeoutError):
@@ -81,28 +75,26 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
+def fill(store, schema, begin, end):
     for offset in range(begin, end, 100):
         add_now(store, fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
-        store._held.remove_lost()
+        store._remove_lost()
     store.tiers.sync()
 
 
-def sampled(store: Store) -> int:
+def sampled(store):
     """Sample everything, and return how many events came."""
-    return len(store.fetch(store.plan(0, len(store))))
+    return len(sample_of(store, 0, len(store)))
 
 
-def missed(store: Store) -> int:
+def missed(store):
     return store.tiers.stats.missed["redis"]
 
 
-def test_those_that_lost_one_server_do_not_come_back_at_the_same_moments(
-    monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]
-) -> None:
+def test_those_that_lost_one_server_do_not_come_back_at_the_same_moments(monkeypatch, free_port):
     waits: list[float] = []
 
-    def closes_within(_: RedisServer, seconds: float) -> bool:
+    def closes_within(_, seconds):
         waits.append(seconds)
         return len(waits) % 10 == 0
 
@@ -117,8 +109,8 @@ def test_those_that_lost_one_server_do_not_come_back_at_the_same_moments(
 
 
 def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_is_there_again(
-    schema: Schema, build: Build, mortal_redis: Any, caplog: pytest.LogCaptureFixture, unanswered: list[object]
-) -> None:
+    schema, build, mortal_redis, caplog, unanswered
+):
     caplog.set_level(logging.INFO)
     store = build(disk=True)
     fill(store, schema, 0, 1500)
@@ -142,7 +134,7 @@ def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_
     assert store.lost == 0
 
 
-def test_the_name_of_a_server_that_became_a_replica_is_resolved_again_with_each_write(mortal_redis: Any) -> None:
+def test_the_name_of_a_server_that_became_a_replica_is_resolved_again_with_each_write(mortal_redis):
     """Its name may lead to the one that took over, and no connection of before does."""
     client = redis.Redis.from_url(mortal_redis.url)
     with RedisServer(mortal_redis.url, "test:") as server:
@@ -162,9 +154,7 @@ def test_the_name_of_a_server_that_became_a_replica_is_resolved_again_with_each_
 
 
 @pytest.mark.parametrize("parser", ["hiredis", "python"])
-def test_a_value_of_any_length_under_its_keys_is_not_read_whole(
-    mortal_redis: Any, caplog: pytest.LogCaptureFixture, parser: str
-) -> None:
+def test_a_value_of_any_length_under_its_keys_is_not_read_whole(mortal_redis, caplog, parser):
     client = redis.Redis.from_url(mortal_redis.url)
     with RedisServer(mortal_redis.url, "test:") as server:
         if parser == "python":
@@ -184,10 +174,10 @@ def test_a_value_of_any_length_under_its_keys_is_not_read_whole(
     client.close()
 
 
-def test_a_reply_that_comes_byte_after_byte_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_comes_byte_after_byte_is_given_up(monkeypatch):
     ended = threading.Event()
 
-    def answer(connection: socket.socket) -> None:
+    def answer(connection):
         with contextlib.suppress(OSError), connection:
             while request := connection.recv(65536):
                 if b"MGET" not in request:
@@ -197,12 +187,12 @@ def test_a_reply_that_comes_byte_after_byte_is_given_up(monkeypatch: pytest.Monk
                 while not ended.wait(0.01):
                     connection.sendall(b"x")
 
-    def serve(listener: socket.socket) -> None:
+    def serve(listener):
         with contextlib.suppress(OSError):
             while True:
                 threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
 
-    monkeypatch.setattr("replay.tiers.redis_server._LONGEST_REPLY_SECONDS", 0.1)
+    monkeypatch.setattr("anabranch.replay.tiers.redis_server._LONGEST_REPLY_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
         with RedisServer(f"redis://127.0.0.1:{listener.getsockname()[1]}/0?protocol=2", "test:") as server:
@@ -213,7 +203,7 @@ def test_a_reply_that_comes_byte_after_byte_is_given_up(monkeypatch: pytest.Monk
         listener.close()
 
 
-def test_a_row_that_is_longer_than_most_replies_is_read(mortal_redis: Any) -> None:
+def test_a_row_that_is_longer_than_most_replies_is_read(mortal_redis):
     with RedisServer(mortal_redis.url, "test:") as server:
         server.open(needed=True)
         server.put(["row"], [memoryview(bytes(3_000_000))])
@@ -221,9 +211,7 @@ def test_a_row_that_is_longer_than_most_replies_is_read(mortal_redis: Any) -> No
         assert server.problem is None
 
 
-def test_above_a_disk_a_pause_costs_one_wait_and_no_event(
-    schema: Schema, build: Build, mortal_redis: Any, unanswered: list[object]
-) -> None:
+def test_above_a_disk_a_pause_costs_one_wait_and_no_event(schema, build, mortal_redis, unanswered):
     store = build(disk=True)
     fill(store, schema, 0, 1000)
     with mortal_redis.paused():
@@ -239,7 +227,7 @@ def test_above_a_disk_a_pause_costs_one_wait_and_no_event(
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-random"])
-def test_above_a_disk_a_full_one_costs_no_event(schema: Schema, build: Build, mortal_redis: Any, policy: str) -> None:
+def test_above_a_disk_a_full_one_costs_no_event(schema, build, mortal_redis, policy):
     store = build(disk=True)
     fill(store, schema, 0, 500)
     mortal_redis.bound(mortal_redis.used_bytes + 50_000, policy)
@@ -258,33 +246,27 @@ def test_above_a_disk_a_full_one_costs_no_event(schema: Schema, build: Build, mo
         assert sampled(store) == len(store) == mortal_redis.keys() - 1
 
 
-def test_as_the_primary_tier_it_can_be_away_without_an_event_being_lost(
-    schema: Schema, build: Build, mortal_redis: Any
-) -> None:
+def test_as_the_primary_tier_it_can_be_away_without_an_event_being_lost(schema, build, mortal_redis):
     store = build()
     fill(store, schema, 0, 1000)
     with mortal_redis.paused():
         assert sampled(store) == 0
-        store._held.remove_lost()
+        store._remove_lost()
     assert (len(store), store.lost) == (1000, 0)
     wait_until(lambda: store.tiers.problem is None)
     assert sampled(store) == 1000
 
 
-def test_as_the_primary_tier_what_came_while_it_was_away_is_counted_as_lost(
-    schema: Schema, build: Build, mortal_redis: Any
-) -> None:
+def test_as_the_primary_tier_what_came_while_it_was_away_is_counted_as_lost(schema, build, mortal_redis):
     store = build()
     fill(store, schema, 0, 1000)
     mortal_redis.stop()
     fill(store, schema, 1000, 1500)
-    store._held.remove_lost()
+    store._remove_lost()
     assert (len(store), store.lost) == (1000, 500)
 
 
-def test_as_the_primary_tier_it_is_filled_again_by_the_stream_after_it_came_back_empty(
-    schema: Schema, build: Build, mortal_redis: Any
-) -> None:
+def test_as_the_primary_tier_it_is_filled_again_by_the_stream_after_it_came_back_empty(schema, build, mortal_redis):
     store = build()
     fill(store, schema, 0, 1500)
     mortal_redis.stop()
@@ -292,36 +274,36 @@ def test_as_the_primary_tier_it_is_filled_again_by_the_stream_after_it_came_back
     assert sampled(store) == 0
     wait_until(lambda: store.tiers.problem is None)
     sampled(store)
-    store._held.remove_lost()
+    store._remove_lost()
     assert (len(store), store.lost) == (0, 1500)
     fill(store, schema, 1500, 4000)
     assert sampled(store) == len(store) >= 900
 
 
-def test_as_the_primary_tier_what_it_evicts_is_a_missing_event(schema: Schema, build: Build, mortal_redis: Any) -> None:
+def test_as_the_primary_tier_what_it_evicts_is_a_missing_event(schema, build, mortal_redis):
     store = build()
     fill(store, schema, 0, 500)
     mortal_redis.bound(mortal_redis.used_bytes + 50_000, "allkeys-random")
     fill(store, schema, 500, 2000)
     for _ in range(2):  # to answer takes memory too, for which more may have to go
         came = sampled(store)
-        store._held.remove_lost()
+        store._remove_lost()
         assert 0 < came == len(store) < 2000
         assert store.lost + len(store) == 2000
 
 
-def test_as_the_primary_tier_a_full_one_turns_events_away(schema: Schema, build: Build, mortal_redis: Any) -> None:
+def test_as_the_primary_tier_a_full_one_turns_events_away(schema, build, mortal_redis):
     store = build()
     fill(store, schema, 0, 500)
     mortal_redis.bound(mortal_redis.used_bytes, "noeviction")
     fill(store, schema, 500, 1000)
-    store._held.remove_lost()
+    store._remove_lost()
     assert store.lost > 0
     assert len(store) + store.lost == 1000
     assert sampled(store) == len(store) >= 500
 
 
-def test_a_store_that_is_closed_leaves_its_server(build: Build) -> None:
+def test_a_store_that_is_closed_leaves_its_server(build):
     store = build()
     (redis,) = store.tiers.slow
     assert isinstance(redis, RedisTier)
@@ -330,7 +312,7 @@ def test_a_store_that_is_closed_leaves_its_server(build: Build) -> None:
     assert not redis.server._keeper.is_alive()
 
 
-def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal_redis: Any) -> None:
+def test_a_restart_goes_on_with_what_it_has(schema, build, mortal_redis):
     store = build()
     fill(store, schema, 0, 1500)
     contents = FakeCheckpoints(store).checkpoint(1)
@@ -340,21 +322,19 @@ def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal
     mortal_redis.start()
     third = build(contents=contents)
     sampled(third)
-    third._held.remove_lost()
+    third._remove_lost()
     assert (len(third), third.lost) == (0, 1500)
 
 
-def test_as_a_cache_it_is_warm_after_a_restart(schema: Schema, build: Build, mortal_redis: Any) -> None:
+def test_as_a_cache_it_is_warm_after_a_restart(schema, build, mortal_redis):
     store = build(disk=True)
     fill(store, schema, 0, 1500)
     contents = FakeCheckpoints(store).checkpoint(1)
     again = build(disk=True, contents=contents)
-    assert sampled(again) == 1500 == again.tiers.stats.read["redis"] == again.rows["redis"]
+    assert sampled(again) == 1500 == again.tiers.stats.read["redis"] == again.tiers.rows(len(again))["redis"]
 
 
-def test_one_that_a_checkpoint_was_copied_from_is_found_again_when_it_was_away(
-    schema: Schema, build: Build, mortal_redis: Any
-) -> None:
+def test_one_that_a_checkpoint_was_copied_from_is_found_again_when_it_was_away(schema, build, mortal_redis):
     store = build()
     fill(store, schema, 0, 500)
     moved = build(disk=True, contents=FakeCheckpoints(store).checkpoint(1))
@@ -366,9 +346,7 @@ def test_one_that_a_checkpoint_was_copied_from_is_found_again_when_it_was_away(
     wait_until(lambda: moved.tiers.problem is None)
 
 
-def test_what_no_checkpoint_can_name_is_swept_and_what_others_have_is_not(
-    schema: Schema, build: Build, mortal_redis: Any
-) -> None:
+def test_what_no_checkpoint_can_name_is_swept_and_what_others_have_is_not(schema, build, mortal_redis):
     mortal_redis.say("SET anabranch:other:rank-0:x:1 theirs")
     mortal_redis.say("SET anabranch:test:rank-10:x:1 theirs")
     store = build(first=True)
@@ -392,7 +370,7 @@ def test_what_no_checkpoint_can_name_is_swept_and_what_others_have_is_not(
     wait_until(lambda: bool(mortal_redis.keys() <= 3))
 
 
-def test_it_takes_no_more_memory_than_it_may(schema: Schema, mortal_redis: Any) -> None:
+def test_it_takes_no_more_memory_than_it_may(schema, mortal_redis):
     server = RedisServer(mortal_redis.url, "anabranch:a-pipeline-with-a-name:rank-0:")
     server.open(needed=True)
     for row_bytes in (40, 1000, 3144):
@@ -406,9 +384,7 @@ def test_it_takes_no_more_memory_than_it_may(schema: Schema, mortal_redis: Any) 
     server.close()
 
 
-def test_a_checkpoint_whose_rows_are_in_redis_needs_it(
-    schema: Schema, build: Build, mortal_redis: Any, tmp_path: Path
-) -> None:
+def test_a_checkpoint_whose_rows_are_in_redis_needs_it(schema, build, mortal_redis, tmp_path):
     store = build()
     fill(store, schema, 0, 500)
     contents = FakeCheckpoints(store).checkpoint(1)
@@ -420,9 +396,7 @@ def test_a_checkpoint_whose_rows_are_in_redis_needs_it(
 
 
 class TestStart:
-    def test_a_server_that_is_away_is_needed_as_the_primary_tier_alone(
-        self, schema: Schema, build: Build, mortal_redis: Any
-    ) -> None:
+    def test_a_server_that_is_away_is_needed_as_the_primary_tier_alone(self, schema, build, mortal_redis):
         mortal_redis.stop()
         with pytest.raises(DependencyError, match="does not answer"):
             build()
@@ -433,7 +407,7 @@ class TestStart:
         wait_until(lambda: store.tiers.problem is None)
         assert sampled(store) == 500
 
-    def test_a_password_is_required_and_never_shown(self, build: Build, mortal_redis: Any) -> None:
+    def test_a_password_is_required_and_never_shown(self, build, mortal_redis):
         mortal_redis.stop()
         mortal_redis.start("--requirepass", "opensesame")
         right = mortal_redis.url.replace("redis://", "redis://:opensesame@")
@@ -455,7 +429,7 @@ class TestStart:
             ),
         ],
     )
-    def test_a_url_that_cannot_work_is_refused(self, build: Build, mortal_redis: Any, url: str, said: str) -> None:
+    def test_a_url_that_cannot_work_is_refused(self, build, mortal_redis, url, said):
         with pytest.raises(SettingsError, match=said):
             build(disk=True, url=url.format(port=mortal_redis.port))
 
@@ -467,9 +441,7 @@ class TestStart:
             ("BGSAVE", "CONFIG SET stop-writes-on-bgsave-error no", "MISCONF"),
         ],
     )
-    def test_a_refusal_that_passes_ends_no_learner_for_good(
-        self, schema: Schema, build: Build, mortal_redis: Any, refuse: str, stop: str, said: str
-    ) -> None:
+    def test_a_refusal_that_passes_ends_no_learner_for_good(self, schema, build, mortal_redis, refuse, stop, said):
         """Above a disk the store goes on without it; as the primary tier the start is tried again."""
         mortal_redis.stop()
         mortal_redis.start("--save", "3600 1")
@@ -500,13 +472,11 @@ class TestStart:
             ("ERR unknown command 'SET'", False),
         ],
     )
-    def test_refusals_of_the_state_of_a_server_pass_and_those_of_settings_do_not(
-        self, monkeypatch: pytest.MonkeyPatch, answer: str, passes: bool
-    ) -> None:
+    def test_refusals_of_the_state_of_a_server_pass_and_those_of_settings_do_not(self, monkeypatch, answer, passes):
         server = RedisServer("redis://127.0.0.1:1/0", "test:")
         refusal = _RESP2Parser.parse_error(answer)
 
-        def refuse() -> None:
+        def refuse():
             raise refusal
 
         monkeypatch.setattr(server, "_probe", refuse)
@@ -518,15 +488,13 @@ class TestStart:
                 assert "refuses rows" in str(server.problem)
 
     @pytest.mark.parametrize("disk", [True, False])
-    def test_a_start_says_what_of_its_memory_does_not_fit(
-        self, build: Build, mortal_redis: Any, caplog: pytest.LogCaptureFixture, disk: bool
-    ) -> None:
+    def test_a_start_says_what_of_its_memory_does_not_fit(self, build, mortal_redis, caplog, disk):
         mortal_redis.bound(2_100_000, "allkeys-lru")
         build(disk=disk)
         assert "has 2 MB, and replay.redis.bytes is 2 MB" in caplog.text
         assert ("maxmemory-policy allkeys-lru, and holds what no other tier has" in caplog.text) is not disk
 
-    def test_a_server_that_does_not_say_its_memory_refuses_no_rows(self, mortal_redis: Any) -> None:
+    def test_a_server_that_does_not_say_its_memory_refuses_no_rows(self, mortal_redis):
         mortal_redis.say("ACL SETUSER default -info")
         with RedisServer(mortal_redis.url, "test:") as server:
             server.open(needed=True)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from replay.tiers.store_stream import StoreStream, in_pieces, to_device, upload
+from anabranch.replay.tiers.store_stream import StoreStream, in_pieces, to_device, upload
 from tests.support.cuda_recorder import CudaRecorder
 
 ROOT = Path(__file__).parent.parent.parent.parent
 CUDA = torch.device("cuda")
 
 
-def test_arrays_of_any_dtype_arrive_by_one_copy_of_one_pinned_block() -> None:
+def test_arrays_of_any_dtype_arrive_by_one_copy_of_one_pinned_block():
     arrays = [
         np.arange(7, dtype=np.int64),
         np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -31,12 +31,12 @@ def test_arrays_of_any_dtype_arrive_by_one_copy_of_one_pinned_block() -> None:
     cuda.check()
 
 
-def test_a_copy_that_the_host_does_not_wait_for_is_of_pinned_memory() -> None:
+def test_a_copy_that_the_host_does_not_wait_for_is_of_pinned_memory():
     with CudaRecorder(), pytest.raises(AssertionError):
         to_device(torch.zeros(3), CUDA)
 
 
-def test_only_one_function_copies_to_a_device_without_a_wait() -> None:
+def test_only_one_function_copies_to_a_device_without_a_wait():
     """It asserts that the memory is pinned."""
     found = []
     for package in ("replay", "learner", "serving"):
@@ -50,14 +50,14 @@ def test_only_one_function_copies_to_a_device_without_a_wait() -> None:
                     and any(keyword.arg == "non_blocking" for keyword in node.keywords)
                 ):
                     found.append(str(path.relative_to(ROOT)))
-    assert found == ["replay/tiers/store_stream.py"], "call replay.tiers.store_stream.to_device"
+    assert found == ["replay/tiers/store_stream.py"], "call anabranch.replay.tiers.store_stream.to_device"
 
 
 @pytest.mark.parametrize("fits", [1, 2, 5, 100])
-def test_work_that_runs_out_of_memory_is_repeated_in_smaller_pieces_and_each_row_is_done(fits: int) -> None:
+def test_work_that_runs_out_of_memory_is_repeated_in_smaller_pieces_and_each_row_is_done(fits):
     done, attempts = list[int](), list[int]()
 
-    def work(part: slice) -> None:
+    def work(part):
         attempts.append(part.stop - part.start)
         if attempts[-1] > fits:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
@@ -69,10 +69,10 @@ def test_work_that_runs_out_of_memory_is_repeated_in_smaller_pieces_and_each_row
     assert len([size for size in attempts if size > fits]) <= 4, "the smaller size is kept"
 
 
-def test_a_single_row_that_does_not_fit_and_other_errors_are_raised() -> None:
+def test_a_single_row_that_does_not_fit_and_other_errors_are_raised():
     for error in (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("index out of range")):
 
-        def fail(_part: slice, error: RuntimeError = error) -> None:
+        def fail(_part, error=error):
             raise error
 
         with pytest.raises(type(error), match=str(error)):
@@ -80,7 +80,7 @@ def test_a_single_row_that_does_not_fit_and_other_errors_are_raised() -> None:
     in_pieces(fail, 0, limit=8)
 
 
-def test_tensors_cross_between_streams_with_an_edge_each_way() -> None:
+def test_tensors_cross_between_streams_with_an_edge_each_way():
     with CudaRecorder() as cuda:
         stream = StoreStream(CUDA)
         with stream.work():

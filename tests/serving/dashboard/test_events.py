@@ -3,21 +3,21 @@
 import msgspec
 import pytest
 
-from learner.state_dir.report import LearnerReport
-from learner.state_dir.search.control import ChallengerReport, SearchReport
-from learner.state_dir.undo_file import UndoReport
-from serving.dashboard.events import KINDS, Event, EventDetector, EventLog
-from serving.reporting.report import ServingReport
-from serving.rollout.version_list import VersionLine
+from anabranch.learner.state_dir.search_control import ChallengerReport, SearchReport
+from anabranch.learner.state_dir.undo_file import UndoReport
+from anabranch.learner.status.report import LearnerReport
+from anabranch.serving.dashboard.events import KINDS, Event, EventDetector, EventLog
+from anabranch.serving.reporting.report import ServingReport
+from anabranch.serving.rollout.version_list import VersionLine
 
 BEGAN = 1000.0
 
 
-def learner(**changes) -> LearnerReport:
+def learner(**changes):
     return LearnerReport(**{"pid": 1, "generation": 1, "started": 1.0, "time": BEGAN, "steps": 7} | changes)
 
 
-def serving(version=None, since=None) -> ServingReport:
+def serving(version=None, since=None):
     members = {"pid": 2, "started": BEGAN, "time": BEGAN, "address": "", "ready": True}
     return ServingReport(**members, version=version, version_since=since)
 
@@ -123,7 +123,7 @@ def test_a_refused_version_is_an_event_once_with_its_reason(detect):
 
 
 def test_an_undo_is_an_event_that_lasts_until_the_stream_is_learned_again(detect):
-    def undo(number: int, left: int) -> LearnerReport:
+    def undo(number, left):
         return learner(undo=UndoReport(number=number, checkpoint=4, offsets=1200, left=left, fraction=1 - left / 50))
 
     assert detect(BEGAN, undo(1, 0)) == [], "it was over before"

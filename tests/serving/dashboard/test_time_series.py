@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.dashboard.time_series import RESOLUTIONS, History
+from anabranch.serving.dashboard.time_series import RESOLUTIONS, History
 
 SMALL = ((1, 5), (10, 4))
 SAMPLES = st.lists(st.tuples(st.floats(0, 30), st.none() | st.floats(-1e3, 1e3)), max_size=60)

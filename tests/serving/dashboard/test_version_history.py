@@ -2,8 +2,8 @@
 
 import pytest
 
-from serving.dashboard.version_history import FAILED, MINUTES, NEWEST, VersionHistory
-from serving.rollout.version_list import VersionLine
+from anabranch.serving.dashboard.version_history import FAILED, MINUTES, NEWEST, VersionHistory
+from anabranch.serving.rollout.version_list import VersionLine
 
 
 def line(number, fate="swapped", verdict="pass", every=1.0):

@@ -1,19 +1,16 @@
 """Fixtures of fleets: a learner that writes versions into an object store, and hosts that follow it."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.rollout import FleetRollout
-from learner.object_storage.servers import FleetServer
-from learner.state_dir.version import RegistryState, Versions
-from serving.fleet.follower import VersionFollower
-from serving.fleet.member import FleetMember
+from anabranch.learner.object_storage.fleet import FleetRollout, FleetServer
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.versions.format import Versions
+from anabranch.serving.fleet.follower import VersionFollower
+from anabranch.serving.fleet.member import FleetMember
 from tests.support.object_versions import VersionUploader
 
 
@@ -25,7 +22,7 @@ class Learning:
     publisher: Any
     uploader: VersionUploader
 
-    def publish(self, *numbers: int, **changes: Any) -> None:
+    def publish(self, *numbers, **changes):
         """Publish versions, all at once."""
         for number in numbers:
             self.publisher.publish(number, **changes)
@@ -42,43 +39,43 @@ class Host:
     rollout: list[FleetRollout | None] = field(default_factory=lambda: [FleetRollout()])
     now: list[float] = field(default_factory=lambda: [0.0])
 
-    def complete(self) -> list[int]:
+    def complete(self):
         """The versions whose weights are here."""
         return [n for n in self.versions.numbers() if "model.safetensors" in self.versions.folder(n).files()]
 
-    def judged(self) -> list[int]:
+    def judged(self):
         """The versions that may be served."""
         return [n for n in self.versions.numbers() if self.versions.verdict(n) is not None]
 
-    def follow(self) -> None:
+    def follow(self):
         """Copy all versions that are due."""
         while self.follower.poll():
             pass
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> StorageSettings:
+def storage(tmp_path):
     """An object store in memory."""
     return StorageSettings(url=f"memory://{tmp_path.name}/state")
 
 
 @pytest.fixture
-def learning(storage: StorageSettings, deploy_in: Callable[[str, Path], Any], tmp_path: Path) -> Learning:
+def learning(storage, deploy_in, tmp_path):
     """A learner that has not published yet."""
     publisher = deploy_in("number", tmp_path / "learner")
     return Learning(storage, publisher, VersionUploader(storage.bucket, publisher.versions))
 
 
 @pytest.fixture
-def hosts(storage: StorageSettings, tmp_path: Path) -> Callable[..., Host]:
+def hosts(storage, tmp_path):
     """Make a host: `hosts("a")`."""
 
-    def make(name: str) -> Host:
+    def make(name):
         versions, rollout, now = Versions(tmp_path / name / "var" / "versions"), [FleetRollout()], [0.0]
         errors: list[BaseException] = []
         follower = VersionFollower(storage, versions, name, lambda: rollout[0], errors.append, lambda: now[0])
 
-        def report(state: RegistryState) -> FleetServer:
+        def report(state):
             return FleetServer(
                 id=name, beat=0, time=0.0, address="", ready=True, version=state.serving, previous=state.previous
             )
@@ -90,10 +87,10 @@ def hosts(storage: StorageSettings, tmp_path: Path) -> Callable[..., Host]:
 
 
 @pytest.fixture
-def followed(storage: StorageSettings, deploy_in: Callable[[str, Path], Any], tmp_path: Path) -> Callable[[str], Any]:
+def followed(storage, deploy_in, tmp_path):
     """Make the deployment of a server that follows the object store: `served(followed("a"))`."""
 
-    def make(name: str) -> Any:
+    def make(name):
         publisher = deploy_in("number", tmp_path / name)
         return dataclasses.replace(publisher, deployment=dataclasses.replace(publisher.deployment, storage=storage))
 

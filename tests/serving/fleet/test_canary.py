@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from ingest.events.partition import TopicPartition
-from ingest.kafka.fake import fake_columns
-from learner.config import GateSettings
-from learner.evaluation.holdout import HoldoutSet
-from learner.evaluation.scoring import Scorer
-from learner.model.factory import build_model
-from learner.object_storage.fleet import FleetWatch
-from learner.publishing.canary import CanaryJudge
-from learner.publishing.gatekeeper import QualityGate
-from learner.state_dir.version import reference_to
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.evaluate.holdout import HoldoutSet
+from anabranch.learner.evaluate.scoring import Scorer
+from anabranch.learner.extensions.fleet.canary import CanaryJudge
+from anabranch.learner.extensions.fleet.extension import FleetWatch
+from anabranch.learner.model.factory import build_model
+from anabranch.learner.settings.learner import GateSettings
+from anabranch.learner.versions.format import reference_to
+from anabranch.learner.versions.gate import QualityGate
 
 
 class Judging:
@@ -29,11 +29,9 @@ class Judging:
         scorer = Scorer(model, deployment.task, self.schema, torch.device("cpu"))
         settings = GateSettings(min_rows=50, holdout_rows=400)
         self.fleet = FleetWatch(learning.storage)
-        gate = QualityGate(deployment.versions, settings, scorer, reference_to(deployment.model), self.fleet)
+        gate = QualityGate(deployment.versions, settings, scorer, reference_to(deployment.model), self.fleet.served)
         self.outcomes = []
-        self.judge = CanaryJudge(
-            *(self.fleet, deployment.versions, settings, scorer, gate, 0.5), count=self.outcomes.append
-        )
+        self.judge = CanaryJudge(*(self.fleet, deployment.versions, settings, gate, 0.5), count=self.outcomes.append)
         self.holdout = HoldoutSet(self.schema, 400, 0)
 
     def publish(self, number, answer):
@@ -57,8 +55,8 @@ class Judging:
 
 @pytest.fixture(autouse=True)
 def _servers_are_quick(monkeypatch):
-    monkeypatch.setattr("serving.fleet.member._POLL_EVERY", timedelta(seconds=0.05))
-    monkeypatch.setattr("serving.fleet.member.REPORT_EVERY", timedelta(seconds=0.05))
+    monkeypatch.setattr("anabranch.serving.fleet.member._POLL_EVERY", timedelta(seconds=0.05))
+    monkeypatch.setattr("anabranch.serving.fleet.member.REPORT_EVERY", timedelta(seconds=0.05))
 
 
 @pytest.mark.slow

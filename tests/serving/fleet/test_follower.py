@@ -2,23 +2,21 @@ import errno
 import hashlib
 import json
 from datetime import timedelta
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.head import base_path
-from learner.object_storage.rollout import FleetRollout, RolloutFile
-from learner.object_storage.servers import FleetServer, read_servers, write_server
-from learner.state_dir.bases import bases_in
-from learner.state_dir.version import RegistryState, Verdict, Versions
-from serving.errors import ConflictError, UnavailableError
-from serving.fleet import version_cache
-from serving.fleet.commands import FleetCommands
-from serving.fleet.follower import VersionFollower
-from serving.rollout.freshness import FreshnessTracker
+from anabranch.learner.object_storage.fleet import FleetRollout, FleetServer, RolloutFile, read_servers, write_server
+from anabranch.learner.object_storage.head import base_path
+from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.versions.format import RegistryState, Verdict, Versions
+from anabranch.serving.errors import ConflictError, UnavailableError
+from anabranch.serving.fleet import version_cache
+from anabranch.serving.fleet.commands import FleetCommands
+from anabranch.serving.fleet.follower import VersionFollower
+from anabranch.serving.rollout.hot_swap import FreshnessTracker
 from tests.support.object_versions import VersionUploader
 
 
@@ -159,7 +157,7 @@ def test_a_full_disk_keeps_the_served_version_and_leaves_nothing_half_copied(lea
     host.follow()
     learning.publish(2)
 
-    def fill(_bucket: Bucket, _path: str, to: Path) -> None:
+    def fill(_bucket, _path, to):
         to.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -424,7 +422,7 @@ def test_nothing_is_withdrawn_before_there_is_another_version(learning, hosts):
 
 
 def test_a_command_does_not_wait_for_a_copy_that_takes_long(learning, hosts, storage, monkeypatch):
-    monkeypatch.setattr("serving.fleet.commands._PATIENCE", timedelta(0))
+    monkeypatch.setattr("anabranch.serving.fleet.commands._PATIENCE", timedelta(0))
     learning.publish(1)
     host = hosts("a")
     host.follow()

@@ -5,9 +5,17 @@ from datetime import timedelta
 import pytest
 
 from anabranch.core.object_store.bucket import Bucket
-from learner.object_storage.rollout import FleetRollout, RolloutFile
-from learner.object_storage.servers import REPORT_EVERY, SILENT, FleetReader, FleetServer, read_servers, write_server
-from learner.state_dir.version import RegistryState
+from anabranch.learner.object_storage.fleet import (
+    REPORT_EVERY,
+    SILENT,
+    FleetReader,
+    FleetRollout,
+    FleetServer,
+    RolloutFile,
+    read_servers,
+    write_server,
+)
+from anabranch.learner.versions.format import RegistryState
 
 
 def test_a_command_of_the_fleet_reaches_the_state_of_each_host_and_leaves_what_it_serves(hosts, storage):
@@ -80,7 +88,7 @@ def test_a_canary_is_not_taken_before_it_is_reported(hosts, storage, monkeypatch
         raise OSError("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr("serving.fleet.member.write_server", away)
+        patch.setattr("anabranch.serving.fleet.member.write_server", away)
         with pytest.raises(OSError, match="away"):
             host.member.poll()
         assert host.member.rollout is None
@@ -95,7 +103,7 @@ def test_a_server_is_silent_when_its_report_stays_the_same(storage):
         write_server(bucket, FleetServer(id=name, beat=1, time=0.0, address="", ready=True))
     assert [server.id for server in reader.read()] == ["a", "b"]
 
-    def read_until(seconds: int) -> list[str]:
+    def read_until(seconds):
         for second in range(int(now[0]) + 5, seconds + 1, 5):
             now[0] = second
             servers = reader.read()
@@ -165,7 +173,7 @@ def test_an_object_store_that_is_away_ends_no_thread(hosts, monkeypatch):
 
 
 def test_two_servers_with_one_id_are_a_problem_of_both(hosts, storage, monkeypatch):
-    monkeypatch.setattr("serving.fleet.member.REPORT_EVERY", timedelta(0))
+    monkeypatch.setattr("anabranch.serving.fleet.member.REPORT_EVERY", timedelta(0))
     first, second = hosts("a"), hosts("a")
     first.versions.write_state(RegistryState(serving=7))
     for _ in range(2):
@@ -186,7 +194,7 @@ def test_two_servers_with_one_id_are_a_problem_of_both(hosts, storage, monkeypat
 
 
 def test_decisions_that_cannot_be_used_are_a_problem_and_a_lag(hosts, storage, monkeypatch):
-    monkeypatch.setattr("serving.fleet.member._PATIENCE", timedelta(0))
+    monkeypatch.setattr("anabranch.serving.fleet.member._PATIENCE", timedelta(0))
     storage.bucket.write("rollout.json", b"{")
     host = hosts("a")
     found = threading.Event()

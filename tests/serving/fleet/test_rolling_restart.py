@@ -9,9 +9,9 @@ from collections import Counter
 import httpx
 import pytest
 
+from anabranch.learner.settings.storage import StorageSettings
 from anabranch.runtime.lifecycle import Exit
-from learner.object_storage.config import StorageSettings
-from serving.reporting.report import read_report
+from anabranch.serving.reporting.report import read_report
 from tests import forkserver
 from tests.serving.conftest import MODULE, PIPELINE
 from tests.support.balancer import Balancer
@@ -49,7 +49,9 @@ class Process:
 
     def start(self):
         with self.log.open("a") as log:
-            self.process = forkserver.start(["-m", "serving", "-c", str(self.config)], stderr=log, env={**os.environ})
+            self.process = forkserver.start(
+                ["-m", "anabranch.serving", "-c", str(self.config)], stderr=log, env={**os.environ}
+            )
 
     @property
     def version(self):

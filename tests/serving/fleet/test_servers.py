@@ -10,18 +10,17 @@ import pytest
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError, ReplacedError
-from learner.object_storage.rollout import FleetRollout, RolloutFile
-from learner.object_storage.servers import read_servers
-from learner.state_dir.report import LearnerReport, write_report
-from learner.state_dir.version import Verdict
-from serving.fleet.follower import VersionFollower
-from serving.reporting.health import judge
+from anabranch.learner.object_storage.fleet import FleetRollout, RolloutFile, read_servers
+from anabranch.learner.status.report import LearnerReport, write_report
+from anabranch.learner.versions.format import Verdict
+from anabranch.serving.fleet.follower import VersionFollower
+from anabranch.serving.reporting.health import judge
 from tests.serving.conftest import wait_until
 
 
 @pytest.fixture(autouse=True)
 def _members_poll_often(monkeypatch):
-    monkeypatch.setattr("serving.fleet.member._POLL_EVERY", timedelta(seconds=0.05))
+    monkeypatch.setattr("anabranch.serving.fleet.member._POLL_EVERY", timedelta(seconds=0.05))
 
 
 @pytest.fixture
@@ -180,7 +179,7 @@ def test_decisions_that_cannot_be_read_are_a_problem(learning, followed, served,
     learning.publish(1)
     with served(followed("a")) as running:
         assert ask(running, body_of(1)) == "1"
-    monkeypatch.setattr("serving.fleet.member._PATIENCE", timedelta(0))
+    monkeypatch.setattr("anabranch.serving.fleet.member._PATIENCE", timedelta(0))
     storage.bucket.write("rollout.json", b"{")
     with served(followed("a")) as running:
         wait_until(lambda: any("rollout.json cannot be used" in each for each in running.report().problems))
@@ -252,7 +251,7 @@ def test_a_server_that_starts_without_the_object_store_serves_what_it_has(
         raise BucketAwayError(f"{self.url}: connection refused")
 
     monkeypatch.setattr(Bucket, "read_changed", away)
-    monkeypatch.setattr("serving.fleet.follower._PATIENCE", timedelta(0))
+    monkeypatch.setattr("anabranch.serving.fleet.follower._PATIENCE", timedelta(0))
     with served(followed("a")) as running:
         assert ask(running, body_of(1)) == "1"
         wait_until(lambda: any("new versions cannot be followed" in each for each in running.report().problems))

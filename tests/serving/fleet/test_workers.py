@@ -5,10 +5,10 @@ import signal
 import httpx
 import pytest
 
+from anabranch.learner.object_storage.fleet import read_servers
+from anabranch.learner.settings.storage import StorageSettings
 from anabranch.runtime.lifecycle import Exit
-from learner.object_storage.config import StorageSettings
-from learner.object_storage.servers import read_servers
-from serving.reporting.report import read_report
+from anabranch.serving.reporting.report import read_report
 from tests import forkserver
 from tests.support.object_versions import VersionUploader
 
@@ -23,7 +23,7 @@ def test_one_worker_follows_for_all_and_any_takes_commands(pipeline, numbers, bo
     path.write_text(path.read_text().replace('name = "tiny"', 'name = "tiny"\nstate_dir = "host"', 1))
     numbers.publish(1)
     learner.upload(1)
-    process = forkserver.start(["-m", "serving", "-c", str(path)])
+    process = forkserver.start(["-m", "anabranch.serving", "-c", str(path)])
     try:
 
         def serves(number):

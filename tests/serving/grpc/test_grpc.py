@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -20,15 +20,15 @@ import pytest
 import torch
 
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from serving.config import ServingSettings
-from serving.errors import BadRequestError
-from serving.grpc.messages import MESSAGES, SERVICE
-from serving.grpc.tensors import parse_request
-from serving.http.acceptor import most_connections, most_grpc_connections
-from serving.protocol.codec import Signature
-from serving.reporting.report import read_report
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.serving.errors import BadRequestError
+from anabranch.serving.grpc.messages import MESSAGES, SERVICE
+from anabranch.serving.grpc.tensors import parse_request
+from anabranch.serving.http.acceptor import most_connections, most_grpc_connections
+from anabranch.serving.protocol.codec import Signature
+from anabranch.serving.reporting.report import read_report
+from anabranch.serving.settings import ServingSettings
 from tests.support.waiting import wait_until
 
 with warnings.catch_warnings():
@@ -51,7 +51,7 @@ MIXED = {
 }
 
 
-def address_of(server: Any) -> str:
+def address_of(server):
     """Return where it listens, once it does."""
     while not ((report := read_report(server.deployment.state_dir)) and report.grpc_address):
         threading.Event().wait(0.01)
@@ -59,7 +59,7 @@ def address_of(server: Any) -> str:
 
 
 @pytest.fixture
-def called(deploy: Any, served: Any) -> Iterator[tuple[Any, Calls]]:
+def called(deploy, served):
     """A server of version 7, which answers 7, and `call(method, message, metadata)` on its channel."""
     publisher = deploy("number")
     publisher.publish(7)
@@ -67,7 +67,7 @@ def called(deploy: Any, served: Any) -> Iterator[tuple[Any, Calls]]:
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         with grpc.insecure_channel(address_of(server), options) as channel:
 
-            def call(method: str, message: Any, metadata: Any = (), **options: Any) -> Any:
+            def call(method, message, metadata=(), **options):
                 answer = channel.unary_unary(
                     f"/{SERVICE}/{method}",
                     request_serializer=None if isinstance(message, bytes) else type(message).SerializeToString,
@@ -78,7 +78,7 @@ def called(deploy: Any, served: Any) -> Iterator[tuple[Any, Calls]]:
             yield server, call
 
 
-def infer(x: Any = X, name: str = "tiny", **fields: Any) -> Any:
+def infer(x=X, name="tiny", **fields):
     """Return a request with raw contents."""
     message = MESSAGES["ModelInferRequest"](model_name=name, **fields)
     message.inputs.add(name="x", datatype="FP32", shape=x.shape)
@@ -86,17 +86,17 @@ def infer(x: Any = X, name: str = "tiny", **fields: Any) -> Any:
     return message
 
 
-def refused(call: Calls, message: Any, method: str = "ModelInfer", **options: Any) -> tuple[grpc.StatusCode, str]:
+def refused(call, message, method="ModelInfer", **options):
     with pytest.raises(grpc.RpcError) as refusal:
         call(method, message, **options)
     return refusal.value.code(), refusal.value.details()
 
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
-def test_messages_have_the_fields_of_the_protocol(name: str) -> None:
+def test_messages_have_the_fields_of_the_protocol(name):
     ours, theirs = MESSAGES[name].DESCRIPTOR, getattr(service_pb2, name).DESCRIPTOR
 
-    def fields(message: Any) -> Any:
+    def fields(message):
         return {
             each.name: (
                 each.number,
@@ -113,7 +113,7 @@ def test_messages_have_the_fields_of_the_protocol(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_stock_client_gets_predictions(deploy: Any, served: Any) -> None:
+def test_the_stock_client_gets_predictions(deploy, served):
     publisher = deploy("mixed")
     weights = {
         "words.weight": torch.zeros(8, 3),
@@ -145,7 +145,7 @@ def test_the_stock_client_gets_predictions(deploy: Any, served: Any) -> None:
 
 
 @pytest.mark.slow
-def test_typed_contents_are_read_as_raw_ones_are(called: tuple[Any, Calls]) -> None:
+def test_typed_contents_are_read_as_raw_ones_are(called):
     _, call = called
     message = MESSAGES["ModelInferRequest"](model_name="tiny")
     message.inputs.add(name="x", datatype="FP32", shape=[3, 4]).contents.fp32_contents.extend(X.ravel())
@@ -154,7 +154,7 @@ def test_typed_contents_are_read_as_raw_ones_are(called: tuple[Any, Calls]) -> N
 
 
 @pytest.mark.slow
-def test_each_refusal_has_its_status_and_sentence(called: tuple[Any, Calls]) -> None:
+def test_each_refusal_has_its_status_and_sentence(called):
     _, call = called
     invalid, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
     typed = MESSAGES["ModelInferRequest"](model_name="tiny")
@@ -201,9 +201,7 @@ def test_each_refusal_has_its_status_and_sentence(called: tuple[Any, Calls]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
-def test_a_message_that_is_too_long_is_refused_compressed_or_not(
-    called: tuple[Any, Calls], compression: grpc.Compression
-) -> None:
+def test_a_message_that_is_too_long_is_refused_compressed_or_not(called, compression):
     server, call = called
     code, _ = refused(call, infer(np.zeros((100_000, 4), np.float32)), compression=compression)
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -212,7 +210,7 @@ def test_a_message_that_is_too_long_is_refused_compressed_or_not(
 
 
 @pytest.mark.parametrize("unit", [b"\x2a\x00", b"\x32\x00", b"\x3a\x00", b"\x22\x00"])
-def test_a_message_of_many_small_ones_is_refused_before_it_is_parsed(unit: bytes) -> None:
+def test_a_message_of_many_small_ones_is_refused_before_it_is_parsed(unit):
     """Two bytes each become up to 88: 16 MB of them took 700 MB."""
     signature = Signature(Schema(SchemaSettings.model_validate(MIXED)), [], 100)
     parsed: list[Any] = []
@@ -230,13 +228,13 @@ def test_a_message_of_many_small_ones_is_refused_before_it_is_parsed(unit: bytes
         (b"\xff" * 11, "64 bits"),
     ],
 )
-def test_a_long_message_that_is_malformed_is_refused(end: bytes, sentence: str) -> None:
+def test_a_long_message_that_is_malformed_is_refused(end, sentence):
     signature = Signature(Schema(SchemaSettings.model_validate(MIXED)), [], 100)
     with pytest.raises(BadRequestError, match=sentence):
         parse_request(signature, b"\x12\x80\x80\x08" + bytes(131_072) + end)
 
 
-def test_a_long_message_of_all_that_a_request_may_have_is_read() -> None:
+def test_a_long_message_of_all_that_a_request_may_have_is_read():
     signature = Signature(Schema(SchemaSettings.model_validate(MIXED)), [], 10_000)
     message = MESSAGES["ModelInferRequest"](model_name="m", id="i", outputs=[{"name": "a"}] * 64)
     for index in range(64):
@@ -249,7 +247,7 @@ def test_a_long_message_of_all_that_a_request_may_have_is_read() -> None:
 
 
 @pytest.mark.slow
-def test_a_long_request_gets_a_long_reply(deploy: Any, served: Any) -> None:
+def test_a_long_request_gets_a_long_reply(deploy, served):
     publisher = deploy("number")
     publisher.publish(7)
     rows = 300_000
@@ -264,7 +262,7 @@ def test_a_long_request_gets_a_long_reply(deploy: Any, served: Any) -> None:
 
 
 @pytest.mark.slow
-def test_calls_of_one_client_are_answered_at_the_same_time(called: tuple[Any, Calls]) -> None:
+def test_calls_of_one_client_are_answered_at_the_same_time(called):
     _, call = called
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda rows: call("ModelInfer", infer(np.ones((rows, 4), np.float32))), range(1, 200)))
@@ -272,7 +270,7 @@ def test_calls_of_one_client_are_answered_at_the_same_time(called: tuple[Any, Ca
 
 
 @pytest.mark.slow
-def test_requests_hold_no_more_bytes_than_those_of_http(called: tuple[Any, Calls]) -> None:
+def test_requests_hold_no_more_bytes_than_those_of_http(called):
     server, call = called
     module = sys.modules[server.deployment.model.factory.partition(":")[0]]
     module.go_on.clear()
@@ -293,7 +291,7 @@ def test_requests_hold_no_more_bytes_than_those_of_http(called: tuple[Any, Calls
 
 
 @pytest.mark.slow
-def test_a_token_is_asked_for_as_over_http(deploy: Any, served: Any) -> None:
+def test_a_token_is_asked_for_as_over_http(deploy, served):
     publisher = deploy("number")
     publisher.publish(7)
     with (
@@ -301,7 +299,7 @@ def test_a_token_is_asked_for_as_over_http(deploy: Any, served: Any) -> None:
         grpc.insecure_channel(address_of(server)) as channel,
     ):
 
-        def code(method: str, message: Any, token: str | None) -> Any:
+        def code(method, message, token):
             call = channel.unary_unary(f"/{SERVICE}/{method}", request_serializer=type(message).SerializeToString)
             try:
                 call(message, timeout=20, metadata=[("authorization", f"Bearer {token}")] if token else [])
@@ -323,7 +321,7 @@ def test_a_token_is_asked_for_as_over_http(deploy: Any, served: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_call_without_a_token_is_refused_before_its_message_is_read(deploy: Any, served: Any) -> None:
+def test_a_call_without_a_token_is_refused_before_its_message_is_read(deploy, served):
     publisher = deploy("number")
     publisher.publish(7)
     with (
@@ -341,9 +339,7 @@ def test_a_call_without_a_token_is_refused_before_its_message_is_read(deploy: An
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "field"), [("ServerLive", "live"), ("ServerReady", "ready")])
-def test_a_call_that_needs_no_token_is_answered_before_its_message_is_read(
-    called: tuple[Any, Calls], method: str, field: str
-) -> None:
+def test_a_call_that_needs_no_token_is_answered_before_its_message_is_read(called, method, field):
     """Otherwise calls whose message never comes would take all places of the server."""
     server, _ = called
     sent = threading.Event()
@@ -356,7 +352,7 @@ def test_a_call_that_needs_no_token_is_answered_before_its_message_is_read(
 
 
 @pytest.mark.slow
-def test_several_tokens_are_refused_over_grpc_and_http(deploy: Any, served: Any) -> None:
+def test_several_tokens_are_refused_over_grpc_and_http(deploy, served):
     """A proxy in front may have checked another of them."""
     publisher = deploy("number")
     publisher.publish(7)
@@ -374,23 +370,21 @@ def test_several_tokens_are_refused_over_grpc_and_http(deploy: Any, served: Any)
 
 
 @pytest.mark.slow
-def test_a_panic_while_a_call_is_answered_is_answered(
-    called: tuple[Any, Calls], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_panic_while_a_call_is_answered_is_answered(called, monkeypatch):
     class PanicException(BaseException):  # as PyO3 has it
         pass
 
-    def panic(*_: object) -> None:
+    def panic(*_):
         raise PanicException("index out of bounds")
 
     _, call = called
     with monkeypatch.context() as patch:
-        patch.setattr("serving.grpc.calls.read_request", panic)
+        patch.setattr("anabranch.serving.grpc.calls.read_request", panic)
         assert refused(call, infer())[0] == grpc.StatusCode.INTERNAL
     assert call("ModelInfer", infer()).model_version == "7"
 
 
-def closes(connection: socket.socket) -> bool:
+def closes(connection):
     """Return whether the server closes a connection, after what it sends."""
     try:
         while connection.recv(4096):
@@ -405,12 +399,10 @@ def closes(connection: socket.socket) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("opening", "bound"),
-    [(b"", "serving.grpc.server.HEAD_PATIENCE"), (PREFACE, "serving.grpc.server._IDLE")],
+    [(b"", "anabranch.serving.grpc.server.HEAD_PATIENCE"), (PREFACE, "anabranch.serving.grpc.server._IDLE")],
     ids=["silent", "preface"],
 )
-def test_a_connection_without_a_call_is_closed(
-    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch, opening: bytes, bound: str
-) -> None:
+def test_a_connection_without_a_call_is_closed(deploy, served, monkeypatch, opening, bound):
     publisher = deploy("number")
     publisher.publish(7)
     monkeypatch.setattr(bound, timedelta(milliseconds=300))
@@ -422,12 +414,10 @@ def test_a_connection_without_a_call_is_closed(
 
 
 @pytest.mark.slow
-def test_connections_beyond_the_bound_are_closed_and_leave_http_its_own(
-    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_beyond_the_bound_are_closed_and_leave_http_its_own(deploy, served, monkeypatch):
     publisher = deploy("number")
     publisher.publish(7)
-    monkeypatch.setattr("serving.grpc.server.most_grpc_connections", lambda: 3)
+    monkeypatch.setattr("anabranch.serving.grpc.server.most_grpc_connections", lambda: 3)
     with served(publisher, grpc_port=0) as server, ExitStack() as stack:
         host, port = address_of(server).rsplit(":", 1)
         connections = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(6)]
@@ -445,11 +435,11 @@ def test_connections_beyond_the_bound_are_closed_and_leave_http_its_own(
 
 @pytest.mark.slow
 def test_calls_whose_message_never_ends_are_bounded_in_time_and_number_and_health_is_answered(
-    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    deploy, served, monkeypatch
+):
     publisher = deploy("number")
     publisher.publish(7)
-    monkeypatch.setattr("serving.grpc.calls._MOST_CALLS", 2)
+    monkeypatch.setattr("anabranch.serving.grpc.calls._MOST_CALLS", 2)
     never = threading.Event()
     with served(publisher, grpc_port=0, timeout="3s") as server, ExitStack() as stack:
         channel = stack.enter_context(grpc.insecure_channel(address_of(server)))
@@ -458,7 +448,7 @@ def test_calls_whose_message_never_ends_are_bounded_in_time_and_number_and_healt
         stuck = [infer_call.future((never.wait(60) for _ in range(1)), timeout=60) for _ in range(2)]  # type: ignore[misc]
         metadata = channel.unary_unary(f"/{SERVICE}/ServerMetadata")
 
-        def metadata_code() -> Any:
+        def metadata_code():
             try:
                 metadata(b"", timeout=20)
             except grpc.RpcError as exc:
@@ -474,12 +464,10 @@ def test_calls_whose_message_never_ends_are_bounded_in_time_and_number_and_healt
 
 
 @pytest.mark.slow
-def test_cancelled_and_refused_calls_release_their_slots_and_bytes(
-    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelled_and_refused_calls_release_their_slots_and_bytes(deploy, served, monkeypatch):
     publisher = deploy("number")
     publisher.publish(7)
-    monkeypatch.setattr("serving.grpc.calls._MOST_CALLS", 2)
+    monkeypatch.setattr("anabranch.serving.grpc.calls._MOST_CALLS", 2)
     large = infer(np.ones((4000, 4), np.float32)).SerializeToString()
     with (
         served(publisher, grpc_port=0, max_body_bytes=70_000, max_held_bytes=140_000) as server,
@@ -500,7 +488,7 @@ def test_cancelled_and_refused_calls_release_their_slots_and_bytes(
         finally:
             module.go_on.set()
 
-        def both_fit() -> bool:
+        def both_fit():
             calls = [call.future(large, timeout=60) for _ in range(2)]
             return all(each.exception(60) is None for each in calls)
 
@@ -508,9 +496,7 @@ def test_cancelled_and_refused_calls_release_their_slots_and_bytes(
 
 
 @pytest.mark.slow
-def test_a_message_that_is_slow_makes_room_for_those_that_wait(
-    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_that_is_slow_makes_room_for_those_that_wait(deploy, served, monkeypatch):
     publisher = deploy("number")
     publisher.publish(7)
     never = threading.Event()
@@ -534,14 +520,12 @@ def test_a_message_that_is_slow_makes_room_for_those_that_wait(
 
 
 @pytest.mark.slow
-def test_without_a_descriptor_for_the_versions_the_server_goes_on_with_the_one_it_has(
-    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_descriptor_for_the_versions_the_server_goes_on_with_the_one_it_has(deploy, served, monkeypatch):
     publisher = deploy("number")
     publisher.publish(7)
     listdir, refusals = os.listdir, []
 
-    def listed(path: Any = ".") -> Any:
+    def listed(path="."):
         if Path(path) == publisher.versions.path:
             refusals.append(path)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
@@ -559,7 +543,7 @@ def test_without_a_descriptor_for_the_versions_the_server_goes_on_with_the_one_i
 
 
 @pytest.mark.slow
-def test_the_health_service_of_grpc_says_whether_requests_may_be_sent(deploy: Any, served: Any) -> None:
+def test_the_health_service_of_grpc_says_whether_requests_may_be_sent(deploy, served):
     publisher = deploy("number")
     with (
         served(publisher, ready=False, grpc_port=0, tokens={"read": "secret", "admin": "other"}) as server,
@@ -572,7 +556,27 @@ def test_the_health_service_of_grpc_says_whether_requests_may_be_sent(deploy: An
 
 
 @pytest.mark.slow
-def test_tls_has_the_configured_certificate(deploy: Any, served: Any, certificate: Any) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/{SERVICE}/ModelStreamInfer",
+        f"/{SERVICE}/RepositoryModelLoad",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    ],
+)
+def test_there_are_no_other_calls(deploy, served, path):
+    with (
+        served(deploy("number"), ready=False, grpc_port=0) as server,
+        grpc.insecure_channel(address_of(server)) as channel,
+        pytest.raises(grpc.RpcError) as refusal,
+    ):
+        channel.unary_unary(path)(b"", timeout=20)
+    assert refusal.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.slow
+def test_tls_has_the_configured_certificate(deploy, served, certificate):
     publisher = deploy("number")
     publisher.publish(7)
     cert, key = certificate(2)
@@ -591,7 +595,7 @@ def test_tls_has_the_configured_certificate(deploy: Any, served: Any, certificat
 
 
 @pytest.mark.slow
-def test_a_call_in_flight_is_answered_when_the_server_stops(deploy: Any, served: Any) -> None:
+def test_a_call_in_flight_is_answered_when_the_server_stops(deploy, served):
     publisher = deploy("number")
     publisher.publish(7)
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
@@ -619,7 +623,7 @@ def test_a_call_in_flight_is_answered_when_the_server_stops(deploy: Any, served:
 
 
 @pytest.mark.slow
-def test_without_a_version_the_server_lives_and_is_not_ready(deploy: Any, served: Any) -> None:
+def test_without_a_version_the_server_lives_and_is_not_ready(deploy, served):
     with (
         served(deploy("number"), ready=False, grpc_port=0) as server,
         grpc.insecure_channel(address_of(server)) as channel,
@@ -636,27 +640,25 @@ def test_without_a_version_the_server_lives_and_is_not_ready(deploy: Any, served
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_named(deploy_in: Any, served: Any, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_named(deploy_in, served, tmp_path):
     publisher = deploy_in("number", tmp_path / "first")
     publisher.publish(7)
     with served(publisher, grpc_port=0) as first:
         port = int(address_of(first).rpartition(":")[2])
         second = deploy_in("number", tmp_path / "second")
-        with pytest.raises(SettingsError, match=rf"serving\.grpc_port = {port} cannot be listened on"):
+        with pytest.raises(SettingsError, match=rf"serving\.grpc_port = {port} cannot be bound"):
             with served(second, grpc_port=port):
                 raise AssertionError
 
 
-def test_workers_need_a_port_that_they_share() -> None:
+def test_workers_need_a_port_that_they_share():
     for port in (0, 8000):
         with pytest.raises(ValueError, match="name a port for all workers"):
             ServingSettings.model_validate({"grpc_port": port, "workers": 2})
 
 
 @pytest.mark.parametrize("descriptors", [1024, 4096, 65_536])
-def test_connections_of_http_and_grpc_leave_descriptors_for_files(
-    monkeypatch: pytest.MonkeyPatch, descriptors: int
-) -> None:
+def test_connections_of_http_and_grpc_leave_descriptors_for_files(monkeypatch, descriptors):
     monkeypatch.setattr("resource.getrlimit", lambda _: (descriptors, descriptors))
     http, grpc_ = most_connections(tls=False, grpc=True), most_grpc_connections()
     assert http + grpc_ <= descriptors - 128

@@ -8,22 +8,22 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.http import access_log as request_log
-from serving.http.access_log import RequestLog, name_of
-from serving.inference.service import Service
+from anabranch.serving.http import access_log as request_log
+from anabranch.serving.http.access_log import RequestLog, name_of
+from anabranch.serving.inference.service import Service
 
 Served = Callable[..., Any]
 Body = Callable[..., dict[str, Any]]
 LATE = {"min_trained_through": "events:0=11", "timeout_ms": 0}
 
 
-def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+def logged(caplog):
     return [json.loads(record.message) for record in caplog.records if record.name == "anabranch.requests"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/v2", "/", "/nowhere", "/metrics"])
-def test_every_answer_has_the_id_of_its_request(numbers: Any, served: Served, path: str) -> None:
+def test_every_answer_has_the_id_of_its_request(numbers, served, path):
     with served(numbers, ready=False, tokens={"read": "a", "admin": "b"}) as server:
         for headers in ({}, {"Authorization": "Bearer a"}):
             answer = httpx.get(server.url + path, headers={**headers, "X-Request-ID": "order-17:a/b"})
@@ -34,15 +34,13 @@ def test_every_answer_has_the_id_of_its_request(numbers: Any, served: Served, pa
 
 
 @pytest.mark.parametrize("given", [b"", b"a b", b'"', b"a\nb", b"\xff", b"x" * 129])
-def test_an_id_that_could_forge_a_line_or_a_header_is_replaced(given: bytes) -> None:
+def test_an_id_that_could_forge_a_line_or_a_header_is_replaced(given):
     assert name_of(given) not in (given, name_of(given))
     assert len(name_of(given)) == 16
 
 
 @pytest.mark.slow
-def test_failures_are_logged_with_their_ids_and_successes_if_configured(
-    numbers: Any, served: Served, body_of: Body, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_are_logged_with_their_ids_and_successes_if_configured(numbers, served, body_of, caplog):
     numbers.publish(1)
     expected = {"none": [], "errors": [504], "all": [200, 400, 504]}
     for level, statuses in expected.items():
@@ -61,9 +59,9 @@ def test_failures_are_logged_with_their_ids_and_successes_if_configured(
 
 @pytest.mark.slow
 def test_a_bug_is_logged_with_the_request_id_and_the_client_gets_only_the_id(
-    numbers: Any, served: Served, body_of: Body, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+    numbers, served, body_of, caplog, monkeypatch
+):
+    def fail(*_):
         raise RuntimeError("a secret of the inside")
 
     numbers.publish(1)
@@ -83,9 +81,7 @@ def test_a_bug_is_logged_with_the_request_id_and_the_client_gets_only_the_id(
     assert [line["request"] for line in logged(caplog)] == ["one", "two"]
 
 
-def test_at_most_a_hundred_lines_a_second_are_logged_with_the_number_left_out(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_most_a_hundred_lines_a_second_are_logged_with_the_number_left_out(caplog, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(request_log.time, "monotonic", lambda: now[0])
     requests = RequestLog("errors")

@@ -7,21 +7,20 @@ import http.client
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import serving.http.acceptor
-import serving.http.connection
-from serving.config import ServingSettings
-from serving.http.connection import H11Connection
-from serving.http.httptools_connection import HttpToolsConnection
-from serving.http.listening_socket import listen
-from serving.http.server import HttpServer
+import anabranch.serving.http.acceptor
+import anabranch.serving.http.connection
+from anabranch.serving.http.connection import H11Connection
+from anabranch.serving.http.httptools_connection import HttpToolsConnection
+from anabranch.serving.http.listening_socket import listen
+from anabranch.serving.http.server import HttpServer
+from anabranch.serving.settings import ServingSettings
 from tests.support.waiting import PATIENCE_SECONDS
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -33,7 +32,7 @@ GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-async def answer(scope: Any, receive: Any, send: Any) -> None:
+async def answer(scope, receive, send):
     """Read the body and answer with its length."""
     size, more = 0, True
     while more:
@@ -44,19 +43,19 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await reply(send, str(size).encode())
 
 
-async def reply(send: Any, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+async def reply(send, body, *headers):
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": 200, "headers": [length, *headers]})
     await send({"type": "http.response.body", "body": body})
 
 
 @pytest.fixture(params=[H11Connection, HttpToolsConnection], ids=["h11", "httptools"])
-def serve(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Serve:
+def serve(request, monkeypatch, tmp_path):
     """Serve an ASGI application on a free port, which is what the context returns."""
-    monkeypatch.setattr("serving.http.server.connection_class", lambda: request.param)
+    monkeypatch.setattr("anabranch.serving.http.server.connection_class", lambda: request.param)
 
     @contextmanager
-    def serving_(app: App = answer, **settings: Any) -> Iterator[int]:
+    def serving_(app=answer, **settings):
         chosen = ServingSettings.model_validate({"timeout": "1s", **settings})
         server = HttpServer(app, chosen, tmp_path)
         server.load()
@@ -74,11 +73,11 @@ def serve(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     return serving_
 
 
-def connect(port: int) -> socket.socket:
+def connect(port):
     return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS)
 
 
-def is_closed(client: socket.socket) -> bool:
+def is_closed(client):
     """Wait until the server closes a connection; it sends nothing before."""
     try:
         return client.recv(1) == b""
@@ -86,7 +85,7 @@ def is_closed(client: socket.socket) -> bool:
         return True
 
 
-def received(client: socket.socket) -> bytes:
+def received(client):
     """Return all that comes until the connection ends."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
@@ -95,14 +94,14 @@ def received(client: socket.socket) -> bytes:
     return found
 
 
-def reply_of(client: socket.socket) -> tuple[int, bytes]:
+def reply_of(client):
     """Read one complete reply with a Content-Length."""
     response = http.client.HTTPResponse(client)
     response.begin()
     return response.status, response.read()
 
 
-def status(port: int) -> int:
+def status(port):
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)) as client:
         client.request("GET", "/")
         return client.getresponse().status
@@ -110,14 +109,12 @@ def status(port: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", [b"", GET[:20]], ids=["silent", "half a head"])
-def test_a_connection_without_a_complete_head_is_closed(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, begin: bytes
-) -> None:
-    monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", LATE)  # until no complete head is to come
+def test_a_connection_without_a_complete_head_is_closed(serve, monkeypatch, begin):
+    monkeypatch.setattr(anabranch.serving.http.connection, "HEAD_PATIENCE", LATE)  # until no complete head is to come
     with serve() as port, connect(port) as other:
         other.sendall(GET)
         assert reply_of(other) == (200, b"0")
-        monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", SOON)
+        monkeypatch.setattr(anabranch.serving.http.connection, "HEAD_PATIENCE", SOON)
         other.sendall(GET[:20])
         assert is_closed(other)
         with connect(port) as client:
@@ -126,12 +123,12 @@ def test_a_connection_without_a_complete_head_is_closed(
 
 
 @pytest.mark.slow
-def test_a_connection_may_be_idle_between_requests(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def hurry(scope: Any, receive: Any, send: Any) -> None:
-        monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", SOON)  # the first head is here
+def test_a_connection_may_be_idle_between_requests(serve, monkeypatch):
+    async def hurry(scope, receive, send):
+        monkeypatch.setattr(anabranch.serving.http.connection, "HEAD_PATIENCE", SOON)  # the first head is here
         await answer(scope, receive, send)
 
-    monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", LATE)
+    monkeypatch.setattr(anabranch.serving.http.connection, "HEAD_PATIENCE", LATE)
     with serve(hurry) as port, connect(port) as client:
         client.sendall(GET)
         assert reply_of(client) == (200, b"0")
@@ -149,7 +146,7 @@ def test_a_connection_may_be_idle_between_requests(serve: Serve, monkeypatch: py
     [b"x: " + b"y" * 1000 + b"\r\n", b"a:b\r\n" * 200, b"y" * 1000],
     ids=["long fields", "short fields", "one field"],
 )
-def test_an_endless_head_is_refused(serve: Serve, piece: bytes) -> None:
+def test_an_endless_head_is_refused(serve, piece):
     with serve() as port, connect(port) as client:
         sent = 0
         with contextlib.suppress(ConnectionError):
@@ -162,7 +159,7 @@ def test_an_endless_head_is_refused(serve: Serve, piece: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_a_body_of_tiny_chunks_is_refused_and_one_of_fair_chunks_is_not(serve: Serve) -> None:
+def test_a_body_of_tiny_chunks_is_refused_and_one_of_fair_chunks_is_not(serve):
     with serve() as port:
         with connect(port) as client:
             client.sendall(CHUNKED + b"1\r\na\r\n" * 1000)
@@ -173,13 +170,11 @@ def test_a_body_of_tiny_chunks_is_refused_and_one_of_fair_chunks_is_not(serve: S
 
 
 @pytest.mark.slow
-def test_a_client_that_is_still_sending_reads_an_early_answer_and_then_the_connection_ends(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refuse(_scope: Any, _receive: Any, send: Any) -> None:
+def test_a_client_that_is_still_sending_reads_an_early_answer_and_then_the_connection_ends(serve, monkeypatch):
+    async def refuse(_scope, _receive, send):
         await reply(send, b"no", (b"connection", b"close"))
 
-    monkeypatch.setattr(serving.http.connection, "_LINGER_PATIENCE", LATE)
+    monkeypatch.setattr(anabranch.serving.http.connection, "_LINGER_PATIENCE", LATE)
     with serve(refuse) as port, connect(port) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 16000000\r\n\r\n")
         client.sendall(b"a" * 8_000_000)  # more than the kernel's buffers take
@@ -187,18 +182,18 @@ def test_a_client_that_is_still_sending_reads_an_early_answer_and_then_the_conne
 
 
 @pytest.mark.slow
-def test_what_follows_an_early_answer_is_not_parsed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_follows_an_early_answer_is_not_parsed(serve, monkeypatch):
     parsed: list[int] = []
-    add = serving.http.connection.ChunkBudget.add
+    add = anabranch.serving.http.connection.ChunkBudget.add
 
-    def counted(self: Any, chunks: int, size: int) -> bool:
+    def counted(self, chunks, size):
         parsed.append(size)
         return add(self, chunks, size)
 
-    async def refuse(_scope: Any, _receive: Any, send: Any) -> None:
+    async def refuse(_scope, _receive, send):
         await reply(send, b"no", (b"connection", b"close"))
 
-    monkeypatch.setattr(serving.http.connection.ChunkBudget, "add", counted)
+    monkeypatch.setattr(anabranch.serving.http.connection.ChunkBudget, "add", counted)
     with serve(refuse) as port, connect(port) as client:
         client.sendall(CHUNKED)
         assert b"\r\n\r\n" in client.recv(65536)
@@ -209,25 +204,23 @@ def test_what_follows_an_early_answer_is_not_parsed(serve: Serve, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_client_that_does_not_read_is_disconnected_and_a_slow_reader_is_not(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_does_not_read_is_disconnected_and_a_slow_reader_is_not(serve, monkeypatch):
     lost = threading.Event()
     size = 30_000_000
 
-    async def large(_scope: Any, _receive: Any, send: Any) -> None:
+    async def large(_scope, _receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"a" * size, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
         lost.set()
 
-    monkeypatch.setattr(serving.http.connection, "_REPLY_PATIENCE", timedelta(seconds=1))
+    monkeypatch.setattr(anabranch.serving.http.connection, "_REPLY_PATIENCE", timedelta(seconds=1))
     with serve(large) as port:
         with connect(port) as client:
             client.sendall(GET)
             assert lost.wait(PATIENCE_SECONDS)
             assert len(received(client)) < size
-        monkeypatch.setattr(serving.http.connection, "_REPLY_PATIENCE", timedelta(seconds=3))
+        monkeypatch.setattr(anabranch.serving.http.connection, "_REPLY_PATIENCE", timedelta(seconds=3))
         with connect(port) as client:
             client.sendall(GET)
             found = 0
@@ -239,10 +232,8 @@ def test_a_client_that_does_not_read_is_disconnected_and_a_slow_reader_is_not(
 
 
 @pytest.mark.slow
-def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("serving.http.server.most_connections", lambda tls, grpc: 4)
+def test_for_a_new_connection_the_one_that_waits_longest_is_closed(serve, monkeypatch):
+    monkeypatch.setattr("anabranch.serving.http.server.most_connections", lambda tls, grpc: 4)
     with serve() as port, contextlib.ExitStack() as stack:
         polite = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
         stack.callback(polite.close)
@@ -257,14 +248,12 @@ def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
 
 
 @pytest.mark.slow
-def test_connections_with_a_request_are_not_closed_for_new_ones_which_wait(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("serving.http.server.most_connections", lambda tls, grpc: 2)
+def test_connections_with_a_request_are_not_closed_for_new_ones_which_wait(serve, monkeypatch):
+    monkeypatch.setattr("anabranch.serving.http.server.most_connections", lambda tls, grpc: 2)
     arrived = threading.Semaphore(0)
     go_on = threading.Event()
 
-    async def held(_scope: Any, _receive: Any, send: Any) -> None:
+    async def held(_scope, _receive, send):
         arrived.release()
         await asyncio.to_thread(go_on.wait, PATIENCE_SECONDS)
         await reply(send, b"late", (b"connection", b"close"))
@@ -280,10 +269,10 @@ def test_connections_with_a_request_are_not_closed_for_new_ones_which_wait(
 
 
 @pytest.mark.slow
-def test_pipelined_requests_of_one_connection_are_bounded(serve: Serve, request: pytest.FixtureRequest) -> None:
+def test_pipelined_requests_of_one_connection_are_bounded(serve, request):
     go_on = threading.Event()
 
-    async def held(_scope: Any, _receive: Any, send: Any) -> None:
+    async def held(_scope, _receive, send):
         await asyncio.to_thread(go_on.wait, PATIENCE_SECONDS)
         await reply(send, b"late")
 
@@ -305,11 +294,11 @@ def test_pipelined_requests_of_one_connection_are_bounded(serve: Serve, request:
 
 
 @pytest.mark.slow
-def test_connections_wait_while_there_are_no_descriptors(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.http.acceptor, "_RETRY", SOON)
+def test_connections_wait_while_there_are_no_descriptors(serve, monkeypatch):
+    monkeypatch.setattr(anabranch.serving.http.acceptor, "_RETRY", SOON)
     accept, failures = socket.socket.accept, [OSError(24, "Too many open files")]
 
-    def failing(self: socket.socket) -> Any:
+    def failing(self):
         if failures:
             raise failures.pop()
         return accept(self)
@@ -321,10 +310,8 @@ def test_connections_wait_while_there_are_no_descriptors(serve: Serve, monkeypat
 
 
 @pytest.mark.slow
-def test_a_tls_handshake_that_takes_too_long_is_closed(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, certificate: Any
-) -> None:
-    for module in (serving.http.acceptor, serving.http.connection):
+def test_a_tls_handshake_that_takes_too_long_is_closed(serve, monkeypatch, certificate):
+    for module in (anabranch.serving.http.acceptor, anabranch.serving.http.connection):
         monkeypatch.setattr(module, "HEAD_PATIENCE", LATE)  # until what it limits is not to come
     cert, key = certificate(days=3)
     context = ssl.create_default_context(cafile=str(cert))
@@ -333,16 +320,16 @@ def test_a_tls_handshake_that_takes_too_long_is_closed(
         with connect(port) as client, context.wrap_socket(client, server_hostname="localhost") as secure:
             secure.sendall(GET)
             assert reply_of(secure) == (200, b"0")
-        monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", SOON)
+        monkeypatch.setattr(anabranch.serving.http.connection, "HEAD_PATIENCE", SOON)
         with connect(port) as client, context.wrap_socket(client, server_hostname="localhost") as secure:
             assert is_closed(secure)
-    monkeypatch.setattr(serving.http.acceptor, "HEAD_PATIENCE", SOON)  # read when a server starts
+    monkeypatch.setattr(anabranch.serving.http.acceptor, "HEAD_PATIENCE", SOON)  # read when a server starts
     with serve(tls=tls) as port, connect(port) as client:
         assert is_closed(client)
 
 
 @pytest.mark.slow
-def test_a_tls_server_stops_during_handshakes(serve: Serve, certificate: Any) -> None:
+def test_a_tls_server_stops_during_handshakes(serve, certificate):
     cert, key = certificate(days=3)
     with contextlib.ExitStack() as stack:
         with serve(tls={"cert": str(cert), "key": str(key)}) as port:
@@ -351,7 +338,7 @@ def test_a_tls_server_stops_during_handshakes(serve: Serve, certificate: Any) ->
 
 
 @pytest.mark.slow
-def test_a_tls_connection_releases_its_memory_when_it_ends(serve: Serve, certificate: Any) -> None:
+def test_a_tls_connection_releases_its_memory_when_it_ends(serve, certificate):
     """It has buffers of 256 kB, for which no search for garbage is to be waited for."""
     cert, key = certificate(days=3)
     context = ssl.create_default_context(cafile=str(cert))
@@ -371,10 +358,10 @@ def test_a_tls_connection_releases_its_memory_when_it_ends(serve: Serve, certifi
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_connections_that_were_not_accepted_yet_are_answered_when_it_stops(
-    monkeypatch: pytest.MonkeyPatch, shared: bool, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(serving.http.acceptor, "_GRACE", timedelta(0))  # as on a machine that is busy for longer
+def test_connections_that_were_not_accepted_yet_are_answered_when_it_stops(monkeypatch, shared, tmp_path):
+    monkeypatch.setattr(
+        anabranch.serving.http.acceptor, "_GRACE", timedelta(0)
+    )  # as on a machine that is busy for longer
     server = HttpServer(answer, ServingSettings(), tmp_path, shared)
     server.load()
     with contextlib.ExitStack() as stack:

@@ -2,17 +2,13 @@
 
 import logging
 
-import pytest
-
-import serving.http.log_limit
-from serving.http.log_limit import limited_lines
+import anabranch.serving.http.server
+from anabranch.serving.http.server import limited_lines
 
 
-def test_ten_lines_a_second_are_written_and_the_next_one_has_the_number_left_out(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ten_lines_a_second_are_written_and_the_next_one_has_the_number_left_out(caplog, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("serving.http.log_limit.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("anabranch.serving.http.server.time.monotonic", lambda: now[0])
     logger = logging.getLogger("test.limited")
     with limited_lines((logger.name,)):
         for number in range(50):
@@ -27,5 +23,5 @@ def test_ten_lines_a_second_are_written_and_the_next_one_has_the_number_left_out
     assert len(caplog.messages) == 62
 
 
-def test_uvicorn_and_asyncio_are_limited() -> None:
-    assert serving.http.log_limit.LIMITED == ("uvicorn.error", "asyncio")
+def test_uvicorn_and_asyncio_are_limited():
+    assert anabranch.serving.http.server.LIMITED == ("uvicorn.error", "asyncio")

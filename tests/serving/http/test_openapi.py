@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +15,7 @@ ZEROS = {"words.weight": (8, 3), "numbers.weight": (3, 2), "numbers.bias": (3,)}
 
 
 @pytest.fixture
-def mixed(deploy: Any) -> Any:
+def mixed(deploy):
     """A deployment with a version whose inputs are strings and numbers."""
     publisher = deploy("mixed")
     publisher.publish(1, weights={name: torch.zeros(shape) for name, shape in ZEROS.items()})
@@ -24,7 +23,7 @@ def mixed(deploy: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_every_route_is_described_with_its_errors_and_what_it_answers(mixed: Any, served: Any) -> None:
+def test_every_route_is_described_with_its_errors_and_what_it_answers(mixed, served):
     with served(mixed, tokens=TOKENS) as server:
         assert httpx.get(f"{server.url}/openapi.json").status_code == 401
         document = httpx.get(f"{server.url}/openapi.json", headers=BEARER).json()
@@ -55,7 +54,7 @@ def test_every_route_is_described_with_its_errors_and_what_it_answers(mixed: Any
 
 
 @pytest.mark.slow
-def test_the_example_in_the_description_is_answered(mixed: Any, served: Any) -> None:
+def test_the_example_in_the_description_is_answered(mixed, served):
     with served(mixed) as server:
         document = httpx.get(f"{server.url}/openapi.json").json()
         example = document["components"]["schemas"]["InferBody"]["example"]
@@ -72,9 +71,7 @@ def test_the_example_in_the_description_is_answered(mixed: Any, served: Any) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("token", "paths"), [("admin", "."), ("read", "/api/versions")])
-def test_schemathesis_finds_no_violation_and_no_5xx(
-    mixed: Any, served: Any, tmp_path: Path, token: str, paths: str
-) -> None:
+def test_schemathesis_finds_no_violation_and_no_5xx(mixed, served, tmp_path, token, paths):
     program = Path(sys.executable).with_name("schemathesis")
     # That data has as many elements as its shape says cannot be written as a schema: not all that fits is accepted.
     options = [

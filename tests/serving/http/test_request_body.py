@@ -6,28 +6,28 @@ from typing import Any
 
 import pytest
 
-from serving.config import ServingSettings
-from serving.errors import BadRequestError, TooLargeError, TooManyRequestsError
-from serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher, Receive
+from anabranch.serving.errors import BadRequestError, TooLargeError, TooManyRequestsError
+from anabranch.serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher
+from anabranch.serving.settings import ServingSettings
 
 SETTINGS = ServingSettings.model_validate({"max_body_bytes": 2000, "max_held_bytes": 3000})
 
 
-def sending(*chunks: bytes, hangs_up: bool = False) -> Receive:
+def sending(*chunks, hangs_up=False):
     messages: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": c, "more_body": True} for c in chunks]
     messages.append({"type": "http.disconnect"} if hangs_up else {"type": "http.request", "body": b""})
 
-    async def receive() -> MutableMapping[str, Any]:
+    async def receive():
         return messages.pop(0)
 
     return receive
 
 
-def read(bodies: BodyReader, receive: Receive, content_length: bytes | None = None) -> bytes:
+def read(bodies, receive, content_length=None):
     return asyncio.run(bodies.read(receive, content_length))
 
 
-def test_a_body_is_held_until_it_is_released() -> None:
+def test_a_body_is_held_until_it_is_released():
     bodies = BodyReader(SETTINGS)
     body = read(bodies, sending(b"abc", b"def"), b"6")
     assert body == b"abcdef"
@@ -36,7 +36,7 @@ def test_a_body_is_held_until_it_is_released() -> None:
     assert bodies.held_bytes == 0
 
 
-def test_a_body_beyond_the_held_bytes_is_refused_until_another_is_released() -> None:
+def test_a_body_beyond_the_held_bytes_is_refused_until_another_is_released():
     bodies = BodyReader(SETTINGS)
     first = read(bodies, sending(b"x" * 1900))
     with pytest.raises(TooManyRequestsError, match=r"holds \d+ bytes"):
@@ -46,11 +46,11 @@ def test_a_body_beyond_the_held_bytes_is_refused_until_another_is_released() -> 
     read(bodies, sending(b"x" * 1900))
 
 
-def test_a_body_that_is_too_long_is_not_read_to_its_end() -> None:
+def test_a_body_that_is_too_long_is_not_read_to_its_end():
     bodies = BodyReader(SETTINGS)
     endless = [0]
 
-    async def receive() -> MutableMapping[str, Any]:
+    async def receive():
         endless[0] += 1
         return {"type": "http.request", "body": b"x" * 500, "more_body": True}
 
@@ -65,15 +65,15 @@ def test_a_body_that_is_too_long_is_not_read_to_its_end() -> None:
     assert bodies.held_bytes == 0
 
 
-def test_a_client_that_disconnects_within_its_body_holds_no_bytes() -> None:
+def test_a_client_that_disconnects_within_its_body_holds_no_bytes():
     bodies = BodyReader(SETTINGS)
     with pytest.raises(ClientDisconnectedError):
         read(bodies, sending(b"abc", hangs_up=True))
     assert bodies.held_bytes == 0
 
 
-def test_a_client_that_disconnects_later_ends_the_wait_for_its_answer() -> None:
-    async def wait() -> None:
+def test_a_client_that_disconnects_later_ends_the_wait_for_its_answer():
+    async def wait():
         async with asyncio.timeout(20), DisconnectWatcher(sending(hangs_up=True)):
             await asyncio.get_running_loop().create_future()
 
@@ -81,12 +81,12 @@ def test_a_client_that_disconnects_later_ends_the_wait_for_its_answer() -> None:
         asyncio.run(wait())
 
 
-def test_an_answer_in_time_and_its_errors_pass_through() -> None:
-    async def wait(answer: asyncio.Future[int]) -> int:
+def test_an_answer_in_time_and_its_errors_pass_through():
+    async def wait(answer):
         async with DisconnectWatcher(sending()):
             return await answer
 
-    async def main() -> None:
+    async def main():
         answer = asyncio.get_running_loop().create_future()
         answer.set_result(7)
         assert await wait(answer) == 7

@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from learner.device_sharing.lease import ServerMark, hold_server
-from serving.config import ServingSettings
-from serving.errors import BadRequestError, FailedError, TooManyRequestsError, UnavailableError
-from serving.inference import batch_run
-from serving.inference.batch_run import BatchRunner
-from serving.inference.batcher import Batcher
+from anabranch.learner.device.lease import hold_server
+from anabranch.serving.errors import BadRequestError, FailedError, TooManyRequestsError, UnavailableError
+from anabranch.serving.inference import batch_run
+from anabranch.serving.inference.batch_run import BatchRunner
+from anabranch.serving.inference.batcher import Batcher
+from anabranch.serving.settings import ServingSettings
 
 
 class FakeVersion:
@@ -32,7 +31,7 @@ class FakeVersion:
     `tried` are the rows of each run, `runs` those of the runs that did not fail.
     """
 
-    def __init__(self, number: int = 1) -> None:
+    def __init__(self, number=1):
         self.number = number
         self.runs: list[int] = []
         self.tried: list[int] = []
@@ -42,7 +41,7 @@ class FakeVersion:
         self.go_on.set()
         self.broken = False
 
-    def run(self, features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
+    def run(self, features, embed=False):
         x = features["x"]
         self.running.set()
         assert self.go_on.wait(30)
@@ -54,39 +53,34 @@ class FakeVersion:
         with np.errstate(over="ignore"):
             return {"prediction": x * np.float32(2)}
 
-    def works(self) -> bool:
+    def works(self):
         return not self.broken
 
 
 class SteppingLoop(asyncio.SelectorEventLoop):
     """A loop whose time is the same for all callbacks of a turn, and goes on while it waits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._now = time.monotonic()
         loop = self
 
         class Selector(selectors.DefaultSelector):
-            def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            def select(self, timeout=None):
                 ready = super().select(timeout)
                 loop._now = time.monotonic()
                 return ready
 
         super().__init__(Selector())
 
-    def time(self) -> float:
+    def time(self):
         return self._now
 
 
-def batching(
-    test: Callable[[Batcher], Awaitable[None]],
-    expected: type[BaseException] | None = None,
-    waited: Callable[[float], None] = lambda row_seconds: None,
-    **settings: Any,
-) -> None:
+def batching(test, expected=None, waited=lambda row_seconds: None, **settings):
     """Run a test with a batcher. However busy the machine is, requests of one turn of the loop come at one time."""
     bugs: list[BaseException] = []
 
-    async def main(mark: ServerMark) -> None:
+    async def main(mark):
         chosen = ServingSettings(**{"max_delay": timedelta(milliseconds=20), **settings})
         with Batcher(chosen, bugs.append, mark, waited=waited) as batcher:
             await asyncio.wait_for(test(batcher), 30)
@@ -97,20 +91,20 @@ def batching(
     assert [type(bug) for bug in bugs] == ([] if expected is None else [expected])
 
 
-def ask(batcher: Batcher, version: FakeVersion, *values: float, peer: Hashable = None) -> asyncio.Task[Any]:
+def ask(batcher, version, *values, peer=None):
     x = np.array(values, np.float32)
     return asyncio.ensure_future(batcher.predict(version, {"x": x}, len(x), peer=peer))  # type: ignore[arg-type]
 
 
-async def occupied(version: FakeVersion) -> None:
+async def occupied(version):
     """Wait until the model's thread is inside a run of this version."""
     await asyncio.to_thread(version.running.wait, 30)
 
 
-def test_requests_that_wait_together_share_a_run_and_get_their_own_rows() -> None:
+def test_requests_that_wait_together_share_a_run_and_get_their_own_rows():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         answers = await asyncio.gather(ask(batcher, version, 1), ask(batcher, version, 2, 3), ask(batcher, version, 4))
         assert [answer["prediction"].tolist() for answer in answers] == [[2], [4, 6], [8]]
 
@@ -119,31 +113,31 @@ def test_requests_that_wait_together_share_a_run_and_get_their_own_rows() -> Non
     assert version.threads != {threading.get_ident()}
 
 
-def test_a_full_batch_does_not_wait_for_the_delay() -> None:
+def test_a_full_batch_does_not_wait_for_the_delay():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         await asyncio.gather(*(ask(batcher, version, i) for i in range(4)))
 
     batching(test, max_batch=2, max_delay=timedelta(hours=1))
     assert version.runs == [2, 2]
 
 
-def test_a_single_request_waits_no_longer_than_the_delay() -> None:
+def test_a_single_request_waits_no_longer_than_the_delay():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         assert (await ask(batcher, version, 5))["prediction"].tolist() == [10]
 
     batching(test, max_delay=timedelta(0))
     batching(test, max_delay=timedelta(milliseconds=1))
 
 
-def test_the_time_that_rows_wait_is_counted_also_of_requests_that_are_given_up() -> None:
+def test_the_time_that_rows_wait_is_counted_also_of_requests_that_are_given_up():
     version = FakeVersion()
     counted: list[float] = []
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         loop = asyncio.get_running_loop()
         version.go_on.clear()
         first = ask(batcher, version, 0)
@@ -167,10 +161,10 @@ def test_the_time_that_rows_wait_is_counted_also_of_requests_that_are_given_up()
     batching(test, waited=counted.append, max_delay=timedelta(0))
 
 
-def test_requests_that_arrive_while_the_model_runs_are_one_batch_afterwards() -> None:
+def test_requests_that_arrive_while_the_model_runs_are_one_batch_afterwards():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         version.go_on.clear()
         first = ask(batcher, version, 0)
         await occupied(version)
@@ -183,20 +177,20 @@ def test_requests_that_arrive_while_the_model_runs_are_one_batch_afterwards() ->
     assert version.runs == [1, 5]
 
 
-def test_a_request_of_more_rows_than_a_batch_is_run_in_pieces_and_answered_at_once() -> None:
+def test_a_request_of_more_rows_than_a_batch_is_run_in_pieces_and_answered_at_once():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         assert (await ask(batcher, version, *range(10)))["prediction"].tolist() == [2 * i for i in range(10)]
 
     batching(test, max_batch=4)
     assert version.runs == [4, 4, 2]
 
 
-def test_a_batch_has_one_version() -> None:
+def test_a_batch_has_one_version():
     old, new = FakeVersion(1), FakeVersion(2)
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         await asyncio.gather(
             ask(batcher, old, 1), ask(batcher, old, 2), ask(batcher, new, 3), ask(batcher, new, 4), ask(batcher, old, 5)
         )
@@ -206,10 +200,10 @@ def test_a_batch_has_one_version() -> None:
     assert new.runs == [2]
 
 
-def test_rows_beyond_the_queue_are_refused_until_others_are_answered() -> None:
+def test_rows_beyond_the_queue_are_refused_until_others_are_answered():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         version.go_on.clear()
         first = ask(batcher, version, 0)
         await occupied(version)
@@ -224,10 +218,10 @@ def test_rows_beyond_the_queue_are_refused_until_others_are_answered() -> None:
     batching(test, max_queue=4, max_delay=timedelta(0))
 
 
-def test_a_cancelled_request_leaves_the_queue_and_costs_no_run() -> None:
+def test_a_cancelled_request_leaves_the_queue_and_costs_no_run():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         version.go_on.clear()
         first = ask(batcher, version, 0)
         await occupied(version)
@@ -246,12 +240,12 @@ def test_a_cancelled_request_leaves_the_queue_and_costs_no_run() -> None:
     assert version.runs == [1, 4]
 
 
-def test_a_run_that_ends_with_the_server_and_has_no_request_left_is_no_error(tmp_path: Path) -> None:
+def test_a_run_that_ends_with_the_server_and_has_no_request_left_is_no_error(tmp_path):
     version = FakeVersion()
     version.go_on.clear()
     errors: list[dict[str, Any]] = []
 
-    async def main() -> None:
+    async def main():
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         with hold_server(tmp_path, timedelta(milliseconds=20)) as mark:
             with Batcher(ServingSettings(max_delay=timedelta(0)), errors.append, mark) as batcher:
@@ -268,10 +262,10 @@ def test_a_run_that_ends_with_the_server_and_has_no_request_left_is_no_error(tmp
     assert errors == []
 
 
-def test_an_input_on_which_the_model_fails_is_a_bad_request_and_affects_no_other() -> None:
+def test_an_input_on_which_the_model_fails_is_a_bad_request_and_affects_no_other():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         good, bad, other = ask(batcher, version, 1), ask(batcher, version, -1), ask(batcher, version, 2)
         assert (await good)["prediction"].tolist() == [2]
         assert (await other)["prediction"].tolist() == [4]
@@ -281,26 +275,26 @@ def test_an_input_on_which_the_model_fails_is_a_bad_request_and_affects_no_other
     batching(test)
 
 
-def test_a_bad_input_among_many_is_found_by_bisection() -> None:
+def test_a_bad_input_among_many_is_found_by_bisection():
     assert runs_to_find(64, {40}) == 1 + 2 * 6
 
 
 @pytest.mark.parametrize("bad", [range(64), range(0, 64, 2), range(32), range(63), [0, 63], [3, 17, 40, 41]])
-def test_the_search_for_bad_inputs_costs_little_more_than_a_run_for_each_request(bad: Collection[int]) -> None:
+def test_the_search_for_bad_inputs_costs_little_more_than_a_run_for_each_request(bad):
     assert runs_to_find(64, bad) <= 64 + 2 * 6 + 3
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 7, 33])
-def test_that_bound_holds_for_batches_of_any_size(n: int) -> None:
+def test_that_bound_holds_for_batches_of_any_size(n):
     for bad in ([0], [n - 1], range(n), range(0, n, 2)):
         assert runs_to_find(n, bad) <= n + 2 * int(math.log2(n)) + 3
 
 
-def runs_to_find(n: int, bad: Collection[int]) -> int:
+def runs_to_find(n, bad):
     """Return the runs of the model that a batch of `n` requests costs, of which these are bad."""
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         rows = [np.array([-1 if row in bad else row], np.float32) for row in range(n)]
         answers = await asyncio.gather(
             *(batcher.predict(version, {"x": row}, 1) for row in rows),  # type: ignore[arg-type]
@@ -312,10 +306,10 @@ def runs_to_find(n: int, bad: Collection[int]) -> int:
     return len(version.tried)
 
 
-def test_requests_of_a_client_that_made_the_model_raise_do_not_share_a_batch_again() -> None:
+def test_requests_of_a_client_that_made_the_model_raise_do_not_share_a_batch_again():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         for _ in range(3):
             version.tried.clear()
             good = [ask(batcher, version, row, peer="good") for row in range(8)]
@@ -327,10 +321,10 @@ def test_requests_of_a_client_that_made_the_model_raise_do_not_share_a_batch_aga
     batching(test)
 
 
-def test_while_many_such_requests_wait_the_others_get_every_second_run() -> None:
+def test_while_many_such_requests_wait_the_others_get_every_second_run():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         with pytest.raises(BadRequestError):
             await ask(batcher, version, -1, peer="bad")
         version.go_on.clear()
@@ -348,10 +342,10 @@ def test_while_many_such_requests_wait_the_others_get_every_second_run() -> None
     batching(test, max_batch=4, max_delay=timedelta(0))
 
 
-def test_rows_that_run_alone_count_in_the_queue_and_can_be_cancelled() -> None:
+def test_rows_that_run_alone_count_in_the_queue_and_can_be_cancelled():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         with pytest.raises(BadRequestError):
             await ask(batcher, version, -1, peer="bad")
         version.go_on.clear()
@@ -373,11 +367,11 @@ def test_rows_that_run_alone_count_in_the_queue_and_can_be_cancelled() -> None:
     assert version.runs == [1, 2]
 
 
-def test_a_model_that_fails_on_every_input_is_counted_against_no_client() -> None:
+def test_a_model_that_fails_on_every_input_is_counted_against_no_client():
     version = FakeVersion()
     version.broken = True
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         with pytest.raises(FailedError):
             await ask(batcher, version, 1, peer="a")
         version.broken = False
@@ -387,10 +381,10 @@ def test_a_model_that_fails_on_every_input_is_counted_against_no_client() -> Non
     assert version.runs == [2]
 
 
-def test_an_answer_that_is_not_finite_is_refused_alone() -> None:
+def test_an_answer_that_is_not_finite_is_refused_alone():
     version = FakeVersion()
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         good, bad = ask(batcher, version, 1), ask(batcher, version, 3e38)
         assert (await good)["prediction"].tolist() == [2]
         with pytest.raises(BadRequestError, match="no finite prediction"):
@@ -399,19 +393,19 @@ def test_an_answer_that_is_not_finite_is_refused_alone() -> None:
     batching(test)
 
 
-def test_a_model_that_fails_on_every_input_is_a_server_error() -> None:
+def test_a_model_that_fails_on_every_input_is_a_server_error():
     version = FakeVersion()
     version.broken = True
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         with pytest.raises(FailedError, match="version 1 fails on every input"):
             await ask(batcher, version, 1)
 
     batching(test)
 
 
-def test_a_version_is_freed_with_its_last_request() -> None:
-    async def test(batcher: Batcher) -> None:
+def test_a_version_is_freed_with_its_last_request():
+    async def test(batcher):
         version = FakeVersion()
         gone = weakref.ref(version)
         await ask(batcher, version, 1)
@@ -426,18 +420,18 @@ def test_a_version_is_freed_with_its_last_request() -> None:
 class FailingVersion(FakeVersion):
     """Raises an error as often as it is said to, or in runs of more rows than fit."""
 
-    def __init__(self, error: Exception, times: float = math.inf, fits: int = 0) -> None:
+    def __init__(self, error, times=math.inf, fits=0):
         super().__init__()
         self.error, self.times, self.fits = error, times, fits
 
-    def run(self, features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
+    def run(self, features, embed=False):
         if len(features["x"]) > self.fits and self.times > 0:
             self.times -= 1
             self.tried.append(len(features["x"]))
             raise self.error
         return super().run(features, embed)
 
-    def works(self) -> bool:
+    def works(self):
         raise AssertionError("it was asked whether it works")
 
 
@@ -445,10 +439,10 @@ LOST = torch.AcceleratorError("CUDA error: device-side assert triggered")
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def test_a_lost_device_ends_the_worker_after_one_run_and_all_requests_are_503() -> None:
+def test_a_lost_device_ends_the_worker_after_one_run_and_all_requests_are_503():
     version = FailingVersion(LOST, times=1)
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         batch = [ask(batcher, version, 1), ask(batcher, version, 2)]
         waiting = [ask(batcher, FakeVersion(2), 3), ask(batcher, version, 4, peer="another")]
         for answer in await asyncio.gather(*batch, *waiting, return_exceptions=True):
@@ -461,12 +455,12 @@ def test_a_lost_device_ends_the_worker_after_one_run_and_all_requests_are_503() 
     assert version.tried == [2], "it was run again"
 
 
-def test_a_device_that_is_lost_when_zeros_are_tried_ends_the_worker_too() -> None:
+def test_a_device_that_is_lost_when_zeros_are_tried_ends_the_worker_too():
     class Version(FakeVersion):
-        def works(self) -> bool:
+        def works(self):
             raise LOST
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         with pytest.raises(UnavailableError):
             await ask(batcher, Version(), -1)
 
@@ -474,10 +468,10 @@ def test_a_device_that_is_lost_when_zeros_are_tried_ends_the_worker_too() -> Non
 
 
 @pytest.mark.parametrize("fits", [1, 3, 6])
-def test_a_batch_that_runs_out_of_memory_is_run_in_pieces_that_fit(fits: int) -> None:
+def test_a_batch_that_runs_out_of_memory_is_run_in_pieces_that_fit(fits):
     version = FailingVersion(NO_MEMORY, fits=fits)
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         answers = await asyncio.gather(*(ask(batcher, version, row, row) for row in range(4)))
         assert [answer["prediction"].tolist() for answer in answers] == [[2 * row] * 2 for row in range(4)]
         assert batcher.problem == f"the model ran out of memory in the last minute: 8 rows were run {most} at a time"
@@ -488,21 +482,21 @@ def test_a_batch_that_runs_out_of_memory_is_run_in_pieces_that_fit(fits: int) ->
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_memory_in_cycles_that_a_model_leaves_is_free_after_a_batch_that_has_none(rows: int) -> None:
+def test_memory_in_cycles_that_a_model_leaves_is_free_after_a_batch_that_has_none(rows):
     class Kept:
-        def __init__(self) -> None:
+        def __init__(self):
             self.itself = self
 
     class Version(FakeVersion):
         kept: "weakref.ref[Kept] | None" = None
 
-        def run(self, features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
+        def run(self, features, embed=False):
             if self.kept is not None and self.kept() is not None:
                 raise NO_MEMORY
             self.kept = weakref.ref(Kept())
             return super().run(features, embed)
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         gc.disable()  # as rare as a server has it
         try:
             await ask(batcher, version, 1)
@@ -518,14 +512,14 @@ def test_memory_in_cycles_that_a_model_leaves_is_free_after_a_batch_that_has_non
     batching(test)
 
 
-def test_a_request_that_memory_does_not_suffice_for_is_503_and_others_are_answered() -> None:
+def test_a_request_that_memory_does_not_suffice_for_is_503_and_others_are_answered():
     class Version(FakeVersion):
-        def run(self, features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
+        def run(self, features, embed=False):
             if (features["x"] == 7).any():
                 raise NO_MEMORY
             return super().run(features, embed)
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         good, big, other = ask(batcher, version, 1), ask(batcher, version, 7, peer="big"), ask(batcher, version, 2)
         with pytest.raises(UnavailableError, match="too little memory for now") as raised:
             await big
@@ -542,21 +536,19 @@ def test_a_request_that_memory_does_not_suffice_for_is_503_and_others_are_answer
     batching(test)
 
 
-def test_memory_that_does_not_suffice_to_try_zeros_is_no_fault_of_the_model() -> None:
+def test_memory_that_does_not_suffice_to_try_zeros_is_no_fault_of_the_model():
     class Version(FakeVersion):
-        def works(self) -> bool:
+        def works(self):
             raise NO_MEMORY
 
-    async def test(batcher: Batcher) -> None:
+    async def test(batcher):
         with pytest.raises(UnavailableError, match="too little memory for now"):
             await ask(batcher, Version(), -1)
 
     batching(test)
 
 
-def test_cached_memory_is_freed_before_a_batch_is_tried_again_and_the_problem_ends_after_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cached_memory_is_freed_before_a_batch_is_tried_again_and_the_problem_ends_after_a_minute(monkeypatch):
     freed: list[torch.device] = []
     monkeypatch.setattr(batch_run, "free_cached_memory", freed.append)
     device, now = torch.device("cuda", 1), [0.0]

@@ -1,17 +1,17 @@
 """Peers whose requests made the model raise are kept for a while, in bounded memory."""
 
-from serving.inference.recent_failures import RecentFailures
+from anabranch.serving.inference.batcher import RecentFailures
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def test_a_peer_is_removed_ten_seconds_after_its_last_failure() -> None:
+def test_a_peer_is_removed_ten_seconds_after_its_last_failure():
     clock = Clock()
     failures = RecentFailures(clock)
     failures.add("a")
@@ -23,7 +23,7 @@ def test_a_peer_is_removed_ten_seconds_after_its_last_failure() -> None:
     assert "a" not in failures
 
 
-def test_a_peer_that_was_not_added_or_has_no_name_is_not_contained() -> None:
+def test_a_peer_that_was_not_added_or_has_no_name_is_not_contained():
     failures = RecentFailures()
     failures.add("a")
     failures.add(None)
@@ -32,7 +32,7 @@ def test_a_peer_that_was_not_added_or_has_no_name_is_not_contained() -> None:
     assert len(failures) == 1
 
 
-def test_expired_peers_are_removed_when_another_is_added() -> None:
+def test_expired_peers_are_removed_when_another_is_added():
     clock = Clock()
     failures = RecentFailures(clock)
     for peer in range(100):
@@ -42,7 +42,7 @@ def test_expired_peers_are_removed_when_another_is_added() -> None:
     assert len(failures) == 1
 
 
-def test_the_oldest_peers_are_removed_for_newer_ones() -> None:
+def test_the_oldest_peers_are_removed_for_newer_ones():
     failures = RecentFailures(Clock())
     failures.add("again")
     for peer in range(4095):

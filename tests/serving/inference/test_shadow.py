@@ -2,9 +2,7 @@
 
 import errno
 import sys
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import httpx
 import numpy as np
@@ -12,37 +10,37 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from learner.state_dir.folders import LocalStorage
-from learner.state_dir.version import Versions
-from serving.inference.shadow import Shadow, _AnsweredRequest
-from serving.metrics import ServingMetrics
-from serving.model.loaded_version import ServedVersion, load_version
+from anabranch.learner.state_dir.folders import Storage
+from anabranch.learner.versions.format import Versions
+from anabranch.serving.inference.shadow import Shadow, _AnsweredRequest
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.loaded_version import ServedVersion, load_version
 
 UNITS = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0]])
 
 
 @pytest.fixture(autouse=True)
-def _frequent_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.inference.shadow._POLL_CANDIDATES", timedelta(milliseconds=100))
+def _frequent_polls(monkeypatch):
+    monkeypatch.setattr("anabranch.serving.inference.shadow._POLL_CANDIDATES", timedelta(milliseconds=100))
 
 
-def tensor(rows: list[list[float]]) -> dict[str, Any]:
+def tensor(rows):
     data = [number for row in rows for number in row]
     return {"inputs": [{"name": "x", "shape": [len(rows), 4], "datatype": "FP32", "data": data}]}
 
 
-def ask(server: Any, body: dict[str, Any]) -> None:
+def ask(server, body):
     reply = httpx.post(server.infer, json=body, timeout=30)
     assert (reply.status_code, reply.json().get("model_version")) == (200, "1"), reply.text
 
 
-def count(server: Any, name: str) -> float:
+def count(server, name):
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"anabranch_serving_shadow_{name}"))
 
 
 @pytest.mark.slow
-def test_a_failed_version_is_compared_with_the_served_one(deploy: Any, served: Any, eventually: Any) -> None:
+def test_a_failed_version_is_compared_with_the_served_one(deploy, served, eventually):
     publisher = deploy("linear")
     publisher.publish(1, weights={"weight": UNITS, "bias": torch.zeros(3)})
     # It predicts the same for the first unit vector, and takes the other two for each other.
@@ -64,7 +62,7 @@ def test_a_failed_version_is_compared_with_the_served_one(deploy: Any, served: A
 
 
 @pytest.mark.slow
-def test_a_stale_learners_version_is_no_candidate(numbers: Any, served: Any, eventually: Any) -> None:
+def test_a_stale_learners_version_is_no_candidate(numbers, served, eventually):
     numbers.publish(1, generation=2)
     numbers.publish(2, generation=2, verdict="fail")
     numbers.publish(3, generation=1, verdict="fail")
@@ -74,9 +72,7 @@ def test_a_stale_learners_version_is_no_candidate(numbers: Any, served: Any, eve
 
 
 @pytest.mark.slow
-def test_for_regression_the_disagreement_is_the_mean_absolute_difference(
-    numbers: Any, served: Any, body_of: Any, eventually: Any
-) -> None:
+def test_for_regression_the_disagreement_is_the_mean_absolute_difference(numbers, served, body_of, eventually):
     numbers.publish(1)
     numbers.publish(5, verdict="fail")
     with served(numbers, shadow=1.0) as server:
@@ -88,7 +84,7 @@ def test_for_regression_the_disagreement_is_the_mean_absolute_difference(
 
 
 @pytest.mark.slow
-def test_only_the_fraction_is_compared(numbers: Any, served: Any, body_of: Any, eventually: Any) -> None:
+def test_only_the_fraction_is_compared(numbers, served, body_of, eventually):
     numbers.publish(1)
     numbers.publish(2, verdict="fail")
     with served(numbers, shadow=0.25) as server:
@@ -103,9 +99,7 @@ def test_only_the_fraction_is_compared(numbers: Any, served: Any, body_of: Any, 
 
 
 @pytest.mark.slow
-def test_a_candidate_that_cannot_be_loaded_affects_no_request(
-    deploy: Any, served: Any, body_of: Any, eventually: Any
-) -> None:
+def test_a_candidate_that_cannot_be_loaded_affects_no_request(deploy, served, body_of, eventually):
     publisher = deploy("linear")
     publisher.publish(1, weights={"weight": UNITS, "bias": torch.zeros(3)})
     publisher.publish(2, weights={"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, verdict="fail")
@@ -120,7 +114,7 @@ def test_a_candidate_that_cannot_be_loaded_affects_no_request(
 class PolledShadow:
     """A shadow whose thread is not started, while version 1 is served; it polls every half minute."""
 
-    def __init__(self, publisher: Any) -> None:
+    def __init__(self, publisher):
         publisher.publish(1)
         self.served = load_version(publisher.deployment, publisher.versions.manifest(1), 8)
         self.now = 0.0
@@ -133,18 +127,18 @@ class PolledShadow:
             clock=lambda: self.now,
         )
 
-    def poll(self) -> int | None:
+    def poll(self):
         self.now += 30
         self.shadow._poll()
         return self.shadow._candidate.number if self.shadow._candidate else None
 
-    def failed(self) -> str | None:
+    def failed(self):
         assert self.shadow.report is not None
         return self.shadow.report.failed
 
 
-def raises(error: BaseException) -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> Any:
+def raises(error):
+    def fail(*_, **__):
         raise error
 
     return fail
@@ -155,7 +149,7 @@ def raises(error: BaseException) -> Callable[..., Any]:
     [OSError(errno.ESTALE, "Stale file handle"), MemoryError("none left"), torch.OutOfMemoryError("none left")],
     ids=repr,
 )
-def test_a_candidate_that_cannot_be_read_or_has_no_memory_is_tried_again(numbers: Any, error: Exception) -> None:
+def test_a_candidate_that_cannot_be_read_or_has_no_memory_is_tried_again(numbers, error):
     shadowed = PolledShadow(numbers)
     numbers.publish(2, verdict="fail")
     with pytest.MonkeyPatch.context() as patch:
@@ -174,27 +168,25 @@ def test_a_candidate_that_cannot_be_read_or_has_no_memory_is_tried_again(numbers
     assert shadowed.poll() == 2, "it is given up permanently"
 
 
-def test_a_candidate_that_does_not_fit_is_given_up_permanently(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_that_does_not_fit_is_given_up_permanently(numbers, monkeypatch):
     shadowed = PolledShadow(numbers)
     numbers.publish(2, verdict="fail", weights={"number": torch.zeros(3)})
     assert shadowed.poll() is None
-    monkeypatch.setattr("serving.inference.shadow.load_version", raises(AssertionError("it was tried again")))
+    monkeypatch.setattr("anabranch.serving.inference.shadow.load_version", raises(AssertionError("it was tried again")))
     assert [shadowed.poll() for _ in range(5)] == [None] * 5
 
 
-def test_a_versions_directory_that_is_unreadable_for_a_while_does_not_end_the_shadow(numbers: Any) -> None:
+def test_a_versions_directory_that_is_unreadable_for_a_while_does_not_end_the_shadow(numbers):
     shadowed = PolledShadow(numbers)
     numbers.publish(2, verdict="fail")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStorage, "numbers", raises(OSError(errno.EIO, "Input/output error")))
+        patch.setattr(Storage, "numbers", raises(OSError(errno.EIO, "Input/output error")))
         assert shadowed.poll() is None
     assert shadowed.poll() == 2
 
 
 @pytest.mark.slow
-def test_a_candidate_that_hangs_delays_no_request_and_its_requests_are_dropped(
-    deploy: Any, served: Any, body_of: Any, eventually: Any
-) -> None:
+def test_a_candidate_that_hangs_delays_no_request_and_its_requests_are_dropped(deploy, served, body_of, eventually):
     publisher = deploy("sluggish")
     publisher.publish(1)
     publisher.publish(100, verdict="fail")
@@ -214,7 +206,7 @@ def test_a_candidate_that_hangs_delays_no_request_and_its_requests_are_dropped(
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1])
-def test_a_fraction_is_between_0_and_1(numbers: Any, served: Any, fraction: float) -> None:
+def test_a_fraction_is_between_0_and_1(numbers, served, fraction):
     with pytest.raises(ValueError, match="shadow"):
         with served(numbers, shadow=fraction):
             pass

@@ -1,20 +1,15 @@
 """A served model with an adapter, whose versions a test writes."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
-from torch import Tensor
 
-from learner.config import ModelSettings
-from learner.model.base_file import write_base
-from learner.model.factory import build_on_device
-from learner.model.trained_set import trained_state
-from learner.state_dir.bases import bases_in
-from learner.state_dir.version import reference_to
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion, load_version
+from anabranch.learner.model.factory import build_on_device
+from anabranch.learner.model.trained_set import trained_state, write_base
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.versions.format import reference_to
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import load_version
 
 MODEL = """
 import torch
@@ -41,7 +36,7 @@ X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 class Adapted:
     """A served model with an adapter, whose versions the test writes."""
 
-    def __init__(self, publisher: Any, folder: Path, precision: str) -> None:
+    def __init__(self, publisher, folder, precision):
         (folder / "anabranch_adapted_model.py").write_text(MODEL)
         self.publisher = publisher
         plain: Deployment = publisher.deployment
@@ -57,7 +52,7 @@ class Adapted:
         self.module = build_on_device(self.settings, folder, torch.device("cpu")).eval()
         self.base = write_base(bases_in(plain.state_dir), self.module)
 
-    def weights(self, seed: int) -> dict[str, Tensor]:
+    def weights(self, seed):
         """Return adapters that are trained, as it were."""
         generator = torch.Generator().manual_seed(seed)
         return {
@@ -65,10 +60,10 @@ class Adapted:
             for name, value in trained_state(self.module).items()
         }
 
-    def publish(self, number: int, weights: dict[str, Tensor], **changes: Any) -> Path:
+    def publish(self, number, weights, **changes):
         return self.publisher.publish(
             number, weights, **{"base": self.base, "model": reference_to(self.settings), **changes}
         )
 
-    def load(self, number: int) -> ServedVersion:
+    def load(self, number):
         return load_version(self.deployment, self.deployment.versions.manifest(number), 8)

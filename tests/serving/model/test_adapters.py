@@ -5,35 +5,29 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from torch import Tensor
 
-from learner.errors import VersionError
-from learner.model.trained_set import base_parameters, trained_state
-from learner.sections.adapter import AdapterSettings
-from learner.state_dir.version import reference_to
-from serving.metrics import ServingMetrics
-from serving.model.loaded_version import load_version
-from serving.rollout.hot_swap import VersionSwapper
+from anabranch.learner.errors import VersionError
+from anabranch.learner.model.trained_set import base_parameters, trained_state
+from anabranch.learner.settings.model import AdapterSettings
+from anabranch.learner.versions.format import reference_to
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.loaded_version import load_version
+from anabranch.serving.rollout.hot_swap import VersionSwapper
 from tests.serving.model.adapted import Adapted, X
 
 
 @pytest.fixture
-def adapted(deploy: Callable[..., Any], tmp_path: Path) -> Callable[..., Adapted]:
+def adapted(deploy, tmp_path):
     return lambda precision="fp32": Adapted(deploy("linear"), tmp_path, precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "nf4"])
-def test_serving_computes_what_the_learner_does_and_versions_share_the_base(
-    adapted: Callable[..., Adapted], precision: str
-) -> None:
+def test_serving_computes_what_the_learner_does_and_versions_share_the_base(adapted, precision):
     model = adapted(precision)
     versions = []
     for number in (1, 2):
@@ -56,9 +50,7 @@ def test_serving_computes_what_the_learner_does_and_versions_share_the_base(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "nf4"])
-def test_serving_in_half_precision_rounds_no_more_than_on_a_base_in_full(
-    adapted: Callable[..., Adapted], precision: str
-) -> None:
+def test_serving_in_half_precision_rounds_no_more_than_on_a_base_in_full(adapted, precision):
     model = adapted(precision)
     model.publish(1, model.weights(1))
     full = model.load(1).run({"x": X})["probabilities"]
@@ -72,7 +64,7 @@ def test_serving_in_half_precision_rounds_no_more_than_on_a_base_in_full(
 A = "body.0.lora_A.default.weight"
 
 
-def rewritten(path: Path, content: bytes) -> None:
+def rewritten(path, content):
     """Replace the weights of a version, with the digest in its manifest."""
     (path / "model.safetensors").write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_bytes())
@@ -80,14 +72,14 @@ def rewritten(path: Path, content: bytes) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def renamed(path: Path, name: str) -> None:
+def renamed(path, name):
     """Let the manifest name another file as the weights."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     manifest["files"] = {name: hashlib.sha256(b"").hexdigest()}
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def without(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def without(weights):
     return {name: value for name, value in weights.items() if name != A}
 
 
@@ -114,9 +106,7 @@ def without(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         (lambda weights: {**weights, A: torch.full((2, 4), torch.nan)}, None, "is not finite"),
     ],
 )
-def test_a_hostile_adapter_is_refused_by_one_sentence_and_the_served_version_stays(
-    adapted: Callable[..., Adapted], change: Any, tamper: Any, sentence: str
-) -> None:
+def test_a_hostile_adapter_is_refused_by_one_sentence_and_the_served_version_stays(adapted, change, tamper, sentence):
     model = adapted()
     swap = VersionSwapper(model.deployment, 8, ServingMetrics(CollectorRegistry()), lambda: None, pytest.fail)
     model.publish(1, model.weights(1))
@@ -136,7 +126,7 @@ def test_a_hostile_adapter_is_refused_by_one_sentence_and_the_served_version_sta
         model.load(2)
 
 
-def test_a_version_with_another_adapter_is_refused_with_the_key(adapted: Callable[..., Adapted]) -> None:
+def test_a_version_with_another_adapter_is_refused_with_the_key(adapted):
     model = adapted()
     swap = VersionSwapper(model.deployment, 8, ServingMetrics(CollectorRegistry()), lambda: None, pytest.fail)
     other = model.settings.model_copy(update={"adapter": AdapterSettings(rank=2, alpha=4, train=("head",))})
@@ -148,7 +138,7 @@ def test_a_version_with_another_adapter_is_refused_with_the_key(adapted: Callabl
     assert "it was trained with other model.adapter (alpha) than [model.adapter] has now; set them back" in problem
 
 
-def test_settings_of_a_version_build_nothing(adapted: Callable[..., Adapted]) -> None:
+def test_settings_of_a_version_build_nothing(adapted):
     model = adapted()
     reference = reference_to(model.settings)
     assert reference.adapter is not None

@@ -5,30 +5,26 @@ import gc
 import hashlib
 import os
 import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from prometheus_client import CollectorRegistry
-from torch import Tensor, nn
+from torch import nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import ModelSettings
-from learner.errors import VersionError
-from learner.model.base_file import write_base
-from learner.model.factory import build_model
-from learner.model.trained_set import base_parameters, trained_state
-from learner.state_dir.bases import Bases, bases_in
-from serving.metrics import ServingMetrics
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion, load_version
-from serving.model.pieces import collecting_at_end
-from serving.rollout.hot_swap import VersionSwapper
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.errors import VersionError
+from anabranch.learner.model.factory import build_model
+from anabranch.learner.model.trained_set import base_parameters, trained_state, write_base
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.state_dir.bases import Bases, bases_in
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import load_version
+from anabranch.serving.model.pieces import collecting_at_end
+from anabranch.serving.rollout.hot_swap import VersionSwapper
 from tests.serving.conftest import Publisher
 from tests.support.tokenizer import write_tokenizer
 
@@ -36,12 +32,12 @@ ROW = {"x": np.ones((1, 4), np.float32)}
 
 
 @pytest.fixture
-def half_frozen(deploy: Callable[..., Any]) -> Any:
+def half_frozen(deploy):
     """Publishes versions of a model whose `body` is frozen."""
     return deploy("half_frozen")
 
 
-def base_of(publisher: Any, change: Callable[[nn.Module], object] = bool) -> str:
+def base_of(publisher, change=bool):
     """Write the base of the publisher's model, changed, and return its SHA-256."""
     model = build_model(publisher.deployment.model.factory, {}, publisher.deployment.folder)
     change(model)
@@ -50,7 +46,7 @@ def base_of(publisher: Any, change: Callable[[nn.Module], object] = bool) -> str
     return sha256
 
 
-def trained(number: int) -> dict[str, Tensor]:
+def trained(number):
     return {
         "head.weight": torch.zeros(1, 4),
         "head.bias": torch.zeros(1),
@@ -58,22 +54,20 @@ def trained(number: int) -> dict[str, Tensor]:
     }
 
 
-def load(publisher: Any, number: int, base: str | None, weights: dict[str, Tensor] | None = None) -> ServedVersion:
+def load(publisher, number, base, weights=None):
     publisher.publish(number, trained(number) if weights is None else weights, base=base)
     return load_version(publisher.deployment, publisher.versions.manifest(number), 8)
 
 
-def shared(version: ServedVersion) -> list[int]:
+def shared(version):
     return [value.data_ptr() for value in base_parameters(version._module).values()]
 
 
-def answer(version: ServedVersion) -> float:
+def answer(version):
     return float(version.run(ROW)["prediction"][0])
 
 
-def test_versions_on_one_base_share_its_tensors_which_are_read_once(
-    half_frozen: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_on_one_base_share_its_tensors_which_are_read_once(half_frozen, monkeypatch):
     base, read = base_of(half_frozen), []
     tensors = Bases.tensors
     monkeypatch.setattr(Bases, "tensors", lambda *args: read.append(1) or tensors(*args))
@@ -86,7 +80,7 @@ def test_versions_on_one_base_share_its_tensors_which_are_read_once(
     assert base_parameters(half_frozen.deployment.template.module)["body.weight"].is_meta
 
 
-def test_versions_answer_with_the_weights_of_the_base_that_they_name(half_frozen: Any) -> None:
+def test_versions_answer_with_the_weights_of_the_base_that_they_name(half_frozen):
     ones = base_of(half_frozen, lambda model: (nn.init.ones_(model.body.weight), nn.init.zeros_(model.body.bias)))
     twos = base_of(
         half_frozen, lambda model: (nn.init.constant_(model.body.weight, 2), nn.init.zeros_(model.body.bias))
@@ -99,7 +93,7 @@ def test_versions_answer_with_the_weights_of_the_base_that_they_name(half_frozen
     assert shared(versions[0]) == shared(versions[2]) != shared(versions[1])
 
 
-def test_the_memory_of_a_base_is_freed_with_its_last_version(half_frozen: Any) -> None:
+def test_the_memory_of_a_base_is_freed_with_its_last_version(half_frozen):
     first, second = (base_of(half_frozen, lambda model, n=n: nn.init.constant_(model.body.bias, n)) for n in (1, 2))
     version = load(half_frozen, 1, first)
     kept = half_frozen.deployment._shared._templates
@@ -114,7 +108,7 @@ def test_the_memory_of_a_base_is_freed_with_its_last_version(half_frozen: Any) -
     assert answer(version) == 2
 
 
-def test_a_model_that_takes_part_in_loading_shares_the_base_too(deploy: Callable[..., Any]) -> None:
+def test_a_model_that_takes_part_in_loading_shares_the_base_too(deploy):
     publisher = deploy("hooked")
     base = base_of(publisher)
 
@@ -125,26 +119,26 @@ def test_a_model_that_takes_part_in_loading_shares_the_base_too(deploy: Callable
     assert [answer(version) for version in versions] == [1, 2]
 
 
-def pickled(path: Path) -> str:
+def pickled(path):
     path.write_bytes(pickle.dumps(os.system))
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def huge_header(path: Path) -> str:
+def huge_header(path):
     path.write_bytes((2**63).to_bytes(8, "little") + b"{}")
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def saved(path: Path, **tensors: Tensor) -> str:
+def saved(path, **tensors):
     safetensors.torch.save_file(tensors, path)
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def other_shapes(path: Path) -> str:
+def other_shapes(path):
     return saved(path, **{"body.weight": torch.zeros(4, 4000), "body.bias": torch.zeros(4)})
 
 
-def other_names(path: Path) -> str:
+def other_names(path):
     return saved(path, **{"body.weight": torch.zeros(4, 4), "head.weight": torch.zeros(1, 4)})
 
 
@@ -160,9 +154,7 @@ def other_names(path: Path) -> str:
         (other_names, r"does not fit \[model\]: .* missing body.bias, unexpected head.weight"),
     ],
 )
-def test_a_hostile_base_is_refused_by_one_sentence_and_the_served_version_stays(
-    half_frozen: Any, tmp_path: Path, write: Callable[[Path], str], sentence: str
-) -> None:
+def test_a_hostile_base_is_refused_by_one_sentence_and_the_served_version_stays(half_frozen, tmp_path, write, sentence):
     served = load(half_frozen, 1, base_of(half_frozen))
     sha256 = write(tmp_path / "hostile")
     bases_in(half_frozen.deployment.state_dir).add(sha256, (tmp_path / "hostile").rename)
@@ -175,12 +167,12 @@ def test_a_hostile_base_is_refused_by_one_sentence_and_the_served_version_stays(
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../x", "0" * 63, "0" * 63 + "\n"])
-def test_a_base_whose_name_is_no_digest_is_refused(half_frozen: Any, name: str) -> None:
+def test_a_base_whose_name_is_no_digest_is_refused(half_frozen, name):
     with pytest.raises(VersionError, match=r"cannot be used: '.*' is not a SHA-256"):
         load(half_frozen, 1, name)
 
 
-def test_a_base_that_is_a_link_missing_or_damaged_is_refused_and_used_once_it_is_back(half_frozen: Any) -> None:
+def test_a_base_that_is_a_link_missing_or_damaged_is_refused_and_used_once_it_is_back(half_frozen):
     base = base_of(half_frozen)
     bases = bases_in(half_frozen.deployment.state_dir)
     content, path = bases.file(base).read_bytes(), bases.file(base)
@@ -205,7 +197,7 @@ def test_a_base_that_is_a_link_missing_or_damaged_is_refused_and_used_once_it_is
     assert answer(load(half_frozen, 5, base)) == 5
 
 
-def test_a_version_that_was_refused_for_its_base_is_served_once_the_base_is_there(half_frozen: Any) -> None:
+def test_a_version_that_was_refused_for_its_base_is_served_once_the_base_is_there(half_frozen):
     base = base_of(half_frozen)
     bases = bases_in(half_frozen.deployment.state_dir)
     content = bases.file(base).read_bytes()
@@ -222,7 +214,7 @@ def test_a_version_that_was_refused_for_its_base_is_served_once_the_base_is_ther
     assert answer(swap.current) == 1
 
 
-def test_a_base_and_a_model_without_one_do_not_go_together(half_frozen: Any, numbers: Any) -> None:
+def test_a_base_and_a_model_without_one_do_not_go_together(half_frozen, numbers):
     with pytest.raises(VersionError, match=r"it names no base, and the model of \[model\] has frozen weights"):
         load(half_frozen, 1, None)
     with pytest.raises(
@@ -231,7 +223,7 @@ def test_a_base_and_a_model_without_one_do_not_go_together(half_frozen: Any, num
         load(numbers, 2, base_of(half_frozen), {"number": torch.zeros(())})
 
 
-def test_weights_for_the_base_in_a_version_are_refused_and_the_base_is_unchanged(half_frozen: Any) -> None:
+def test_weights_for_the_base_in_a_version_are_refused_and_the_base_is_unchanged(half_frozen):
     base = base_of(half_frozen)
     served = load(half_frozen, 1, base)
     before = copy.deepcopy(served._module.body.weight)
@@ -266,7 +258,7 @@ def build():
 """
 
 
-def test_a_custom_model_on_a_base_is_tried_on_texts_without_padding(tmp_path: Path) -> None:
+def test_a_custom_model_on_a_base_is_tried_on_texts_without_padding(tmp_path):
     (tmp_path / "within_model.py").write_text(WITHIN)
     tokens = {"tokenizer": str(write_tokenizer(tmp_path / "tokenizer.json")), "length": 6}
     fields = {"features": {"text": {"dtype": "string", "encode": tokens}}, "label": {"name": "y", "dtype": "float32"}}
@@ -282,11 +274,11 @@ def test_a_custom_model_on_a_base_is_tried_on_texts_without_padding(tmp_path: Pa
     assert [version.number for version in versions] == [1, 2]
 
 
-def test_garbage_is_collected_again_after_a_load_whatever_ends_it() -> None:
+def test_garbage_is_collected_again_after_a_load_whatever_ends_it():
     with pytest.raises(OSError, match="stopped"), collecting_at_end(no_piece):
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
-def no_piece() -> None:
+def no_piece():
     raise OSError("stopped")

@@ -1,18 +1,15 @@
 """Versions on one base on a CUDA device, or on that of the recorder: they share it, and answer as on the CPU."""
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from learner.model.trained_set import base_parameters
-from serving.model.deployment import SharedBases
-from serving.model.graphs import capture_on
-from serving.model.loaded_version import ServedVersion, load_version
+from anabranch.learner.model.trained_set import base_parameters
+from anabranch.serving.model.graphs import capture_on
+from anabranch.serving.model.loaded_version import load_version
+from anabranch.serving.model.template import SharedBases
 from tests.serving.model.adapted import Adapted, X
 from tests.support.cuda_recorder import CudaRecorder
 
@@ -21,8 +18,8 @@ PRECISIONS = ["fp32", "bf16", "nf4"]
 
 
 @pytest.fixture
-def adapted(deploy: Callable[..., Any], tmp_path: Path) -> Callable[[str], Adapted]:
-    def make(precision: str) -> Adapted:
+def adapted(deploy, tmp_path):
+    def make(precision):
         pytest.importorskip("peft")
         if precision == "nf4":
             pytest.importorskip("bitsandbytes")
@@ -31,20 +28,18 @@ def adapted(deploy: Callable[..., Any], tmp_path: Path) -> Callable[[str], Adapt
     return make
 
 
-def load(model: Adapted, device: torch.device, numbers: range, **changes: Any) -> list[ServedVersion]:
+def load(model, device, numbers, **changes):
     deployment = dataclasses.replace(model.deployment, device=device, _shared=SharedBases(), **changes)
     return [load_version(deployment, deployment.versions.manifest(number), 8) for number in numbers]
 
 
-def pointers(version: ServedVersion) -> list[int]:
+def pointers(version):
     return [value.data_ptr() for value in base_parameters(version._module).values()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_versions_share_the_base_on_the_device_and_answer_as_on_the_cpu(
-    adapted: Callable[[str], Adapted], cuda: torch.device, precision: str
-) -> None:
+def test_versions_share_the_base_on_the_device_and_answer_as_on_the_cpu(adapted, cuda, precision):
     model, numbers = adapted(precision), range(1, 4)
     for number in numbers:
         model.publish(number, model.weights(number))
@@ -59,9 +54,7 @@ def test_versions_share_the_base_on_the_device_and_answer_as_on_the_cpu(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_base_is_copied_to_the_device_once_and_before_requests_read_it(
-    adapted: Callable[[str], Adapted], precision: str
-) -> None:
+def test_a_base_is_copied_to_the_device_once_and_before_requests_read_it(adapted, precision):
     model, device = adapted(precision), torch.device("cuda", 0)
     for number in range(1, 6):
         model.publish(number, model.weights(number))
@@ -78,7 +71,7 @@ def test_a_base_is_copied_to_the_device_once_and_before_requests_read_it(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_graphs_of_versions_on_one_base_answer_as_without(adapted: Callable[[str], Adapted], precision: str) -> None:
+def test_graphs_of_versions_on_one_base_answer_as_without(adapted, precision):
     device, numbers = torch.device("cuda", 0), range(1, 6)
     model = adapted(precision)
     for number in numbers:

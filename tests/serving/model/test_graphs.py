@@ -5,17 +5,16 @@ Without a GPU a fake graph keeps the promise of a real one: it calls the capture
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from serving.model.graphs import CudaCapture, Graphs, capture_on, sizes_up_to
-from serving.model.loaded_version import ServedVersion, load_version
-from serving.protocol.codec import EMBEDDING
+from anabranch.serving.model.graphs import CudaCapture, Graphs, capture_on, sizes_up_to
+from anabranch.serving.model.loaded_version import load_version
+from anabranch.serving.protocol.codec import EMBEDDING
 
 CPU = torch.device("cpu")
 
@@ -23,20 +22,20 @@ CPU = torch.device("cpu")
 class FakeGraphs:
     """Captures functions, and counts them; `replayed` has the number of each that ran again."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.captured = 0
         self.replayed: list[int] = []
 
-    def __call__(self, device: torch.device) -> Callable[..., Any]:
+    def __call__(self, device):
         assert device == CPU
         return self.capture
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, run):
         self.captured += 1
         outputs = run().clone()
         number = self.captured
 
-        def replay() -> None:
+        def replay():
             self.replayed.append(number)
             outputs.copy_(run())
 
@@ -44,15 +43,15 @@ class FakeGraphs:
 
 
 @pytest.fixture
-def fake() -> FakeGraphs:
+def fake():
     return FakeGraphs()
 
 
 @pytest.fixture
-def graphed(deploy: Callable[..., Any], fake: FakeGraphs) -> Callable[..., Any]:
+def graphed(deploy, fake):
     """Make a deployment whose runs are captured by `fake`, or as given."""
 
-    def make(factory: str = "linear", capture: Any = fake, **changes: Any) -> Any:
+    def make(factory="linear", capture=fake, **changes):
         publisher = deploy(factory)
         publisher.deployment = dataclasses.replace(publisher.deployment, capture=capture, **changes)
         return publisher
@@ -60,17 +59,17 @@ def graphed(deploy: Callable[..., Any], fake: FakeGraphs) -> Callable[..., Any]:
     return make
 
 
-def load(publisher: Any, number: int, max_batch: int = 8) -> ServedVersion:
+def load(publisher, number, max_batch=8):
     weights = {"weight": torch.full((3, 4), float(number)) * torch.arange(1.0, 4)[:, None], "bias": torch.ones(3)}
     publisher.publish(number, weights=weights)
     return load_version(publisher.deployment, publisher.versions.manifest(number), max_batch)
 
 
-def rows(count: int) -> dict[str, Any]:
+def rows(count):
     return {"x": np.random.default_rng(count).normal(size=(count, 4)).astype(np.float32)}
 
 
-def eager(version: ServedVersion, features: dict[str, Any]) -> dict[str, Any]:
+def eager(version, features):
     graphs, version._graphs = version._graphs, None
     try:
         return version.run(features)
@@ -81,11 +80,11 @@ def eager(version: ServedVersion, features: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("max_batch", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])]
 )
-def test_sizes_are_powers_of_two_and_the_largest_batch(max_batch: int, sizes: list[int]) -> None:
+def test_sizes_are_powers_of_two_and_the_largest_batch(max_batch, sizes):
     assert sizes_up_to(max_batch) == sizes
 
 
-def test_a_batch_is_padded_to_the_next_size_and_answered_as_without_graphs(graphed: Any, fake: FakeGraphs) -> None:
+def test_a_batch_is_padded_to_the_next_size_and_answered_as_without_graphs(graphed, fake):
     version = load(graphed(), 1)
     assert fake.captured == 4  # of 8, 4, 2 and 1 rows, in this order
     for count, graph in ((1, 4), (2, 3), (3, 2), (4, 2), (5, 1), (7, 1), (8, 1), (3, 2)):
@@ -98,10 +97,10 @@ def test_a_batch_is_padded_to_the_next_size_and_answered_as_without_graphs(graph
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
 
 
-def test_rows_that_fill_up_a_batch_are_fillers_and_not_rows_of_other_requests() -> None:
+def test_rows_that_fill_up_a_batch_are_fillers_and_not_rows_of_other_requests():
     seen: list[Any] = []
 
-    def predict(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    def predict(features):
         seen.append(features["month"].clone())
         return {"prediction": features["month"]}
 
@@ -112,7 +111,7 @@ def test_rows_that_fill_up_a_batch_are_fillers_and_not_rows_of_other_requests() 
     assert seen[-1].tolist() == [5, 6, 7, 1]
 
 
-def test_answers_stay_as_they_are_when_the_graph_runs_again(graphed: Any) -> None:
+def test_answers_stay_as_they_are_when_the_graph_runs_again(graphed):
     version = load(graphed(), 1)
     first = version.run(rows(2))
     before = {name: array.copy() for name, array in first.items()}
@@ -121,14 +120,14 @@ def test_answers_stay_as_they_are_when_the_graph_runs_again(graphed: Any) -> Non
         np.testing.assert_array_equal(first[name], before[name])
 
 
-def test_more_rows_than_the_largest_size_are_run_without_a_graph(graphed: Any, fake: FakeGraphs) -> None:
+def test_more_rows_than_the_largest_size_are_run_without_a_graph(graphed, fake):
     version = load(graphed(), 1, max_batch=4)
     fake.replayed.clear()
     assert len(version.run(rows(5))["prediction"]) == 5
     assert fake.replayed == []
 
 
-def test_swaps_keep_the_graphs_and_each_version_answers_with_its_weights(graphed: Any, fake: FakeGraphs) -> None:
+def test_swaps_keep_the_graphs_and_each_version_answers_with_its_weights(graphed, fake):
     publisher = graphed()
     served = load(publisher, 1)
     for number in range(2, 7):
@@ -141,7 +140,7 @@ def test_swaps_keep_the_graphs_and_each_version_answers_with_its_weights(graphed
     assert fake.captured == 2 * 4, "both sets of tensors are captured once"
 
 
-def test_embeddings_are_answered_without_graphs(graphed: Any, fake: FakeGraphs) -> None:
+def test_embeddings_are_answered_without_graphs(graphed, fake):
     publisher = graphed("mixed")
     model = publisher.deployment.model.model_copy(update={"embedding": "numbers"})
     publisher.deployment = dataclasses.replace(publisher.deployment, model=model)
@@ -163,14 +162,12 @@ def test_embeddings_are_answered_without_graphs(graphed: Any, fake: FakeGraphs) 
         np.testing.assert_allclose(embedded["probabilities"], plain["probabilities"], rtol=1e-6)
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if "serving.graphs" in record.getMessage()]
 
 
-def test_a_model_that_cannot_be_captured_is_served_without_graphs_and_one_warning(
-    graphed: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: Any) -> Any:
+def test_a_model_that_cannot_be_captured_is_served_without_graphs_and_one_warning(graphed, caplog):
+    def refuse(*_):
         raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
 
     publisher = graphed(capture=refuse)
@@ -180,10 +177,10 @@ def test_a_model_that_cannot_be_captured_is_served_without_graphs_and_one_warnin
     assert "has no effect: the model cannot run as CUDA graphs: AcceleratorError: CUDA error: operation" in warning
 
 
-def test_a_lack_of_memory_for_graphs_is_no_reason_to_capture_none_later(graphed: Any, fake: FakeGraphs) -> None:
+def test_a_lack_of_memory_for_graphs_is_no_reason_to_capture_none_later(graphed, fake):
     failing = [True]
 
-    def capture(device: torch.device) -> Any:
+    def capture(device):
         if failing[0]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return fake(device)
@@ -194,10 +191,8 @@ def test_a_lack_of_memory_for_graphs_is_no_reason_to_capture_none_later(graphed:
     assert load(publisher, 2)._graphs is not None
 
 
-def test_graphs_that_answer_otherwise_than_the_model_are_not_used(
-    graphed: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    def capture(run: Callable[[], Tensor]) -> Any:
+def test_graphs_that_answer_otherwise_than_the_model_are_not_used(graphed, caplog):
+    def capture(run):
         outputs = run().clone()
         return lambda: outputs.zero_(), outputs
 
@@ -207,9 +202,7 @@ def test_graphs_that_answer_otherwise_than_the_model_are_not_used(
     assert version.run(rows(1))["probabilities"].sum() > 0.99
 
 
-def test_a_model_whose_code_takes_part_in_loading_is_not_captured(
-    graphed: Any, fake: FakeGraphs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_whose_code_takes_part_in_loading_is_not_captured(graphed, fake, caplog):
     publisher = graphed()
     publisher.deployment.template.module.register_load_state_dict_pre_hook(lambda *_: None)
     version = load(publisher, 1)
@@ -217,7 +210,7 @@ def test_a_model_whose_code_takes_part_in_loading_is_not_captured(
     assert "takes part in loading weights" in warnings_of(caplog)[0]
 
 
-def test_a_device_without_graphs_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_without_graphs_is_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert capture_on(CPU) is None
     assert warnings_of(caplog) == ["serving.graphs has no effect: it needs a CUDA device, but the device is cpu"]
@@ -226,7 +219,7 @@ def test_a_device_without_graphs_is_a_warning(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_a_gpu_graphs_answer_as_the_model_and_survive_swaps(deploy: Any, precision: str) -> None:
+def test_on_a_gpu_graphs_answer_as_the_model_and_survive_swaps(deploy, precision):
     device = torch.device("cuda", 0)
     publisher = deploy("linear")
     publisher.deployment = dataclasses.replace(
@@ -244,15 +237,13 @@ def test_on_a_gpu_graphs_answer_as_the_model_and_survive_swaps(deploy: Any, prec
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_model_that_waits_for_the_device_is_served_without_graphs(
-    deploy: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_a_model_that_waits_for_the_device_is_served_without_graphs(deploy, caplog, monkeypatch):
     device = torch.device("cuda", 0)
     publisher = deploy("linear")
     publisher.deployment = dataclasses.replace(publisher.deployment, device=device, capture=capture_on(device))
     forward = nn.Linear.forward
 
-    def waiting(module: nn.Linear, x: Tensor) -> Tensor:
+    def waiting(module, x):
         return forward(module, x) if x.sum().item() < 1e9 else x
 
     monkeypatch.setattr(nn.Linear, "forward", waiting)

@@ -1,28 +1,30 @@
 """Versions of a model that grows: each is served with its number of experts, whatever the one before had."""
 
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import LearnerSettings, ModelSettings, StrategySettings
-from learner.errors import VersionError
-from learner.model.base_file import write_base
-from learner.model.device import choose_precision
-from learner.model.factory import build_on_device
-from learner.model.growing.parts import POOL, parts_in
-from learner.model.task import Classification
-from learner.state_dir.bases import bases_in
-from learner.state_dir.version import Manifest, Verdict, reference_to
-from learner.strategies.examples import Examples
-from learner.strategies.registry import build_strategy
-from learner.training.trainer import Trainer
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion, load_version
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.errors import VersionError
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.factory import build_on_device
+from anabranch.learner.model.growing.pool import POOL, parts_in
+from anabranch.learner.model.task import Classification
+from anabranch.learner.model.trained_set import write_base
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.strategies import StrategySettings
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.strategies.examples import Examples
+from anabranch.learner.strategies.registry import build_strategy
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.learner.versions.format import Manifest, Verdict, reference_to
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import load_version
 
 CPU = torch.device("cpu")
 SCHEMA = {"features": {"x": {"dtype": "float32", "shape": [4]}}, "label": {"name": "y", "classes": 4}}
@@ -38,7 +40,7 @@ X = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
 class Learner:
     """Publishes versions of a model with experts or columns."""
 
-    def __init__(self, folder: Path, strategy: dict[str, object]) -> None:
+    def __init__(self, folder, strategy):
         (folder / "anabranch_test_growing.py").write_text(CODE)
         chosen = StrategySettings.model_validate(strategy)
         model = ModelSettings(factory="anabranch_test_growing:build", embedding="0")
@@ -47,14 +49,14 @@ class Learner:
         torch.manual_seed(0)
         module = build_on_device(model, folder, CPU)
         method = build_strategy(chosen, model, Classification())
-        method.extend(module, model, schema, CPU)
+        method.convert(module, ModelContext(CPU, schema, model.embedding))
         self.base = write_base(bases_in(folder / "var"), module)
         settings = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}})
         precision = choose_precision("fp32", CPU)
-        self.trainer = Trainer(module, Classification(), method, schema, settings, CPU, precision)
+        self.trainer = Trainer(TrainingSetup(module, Classification(), method, schema, settings, CPU, precision))
         self.number = 0
 
-    def publish(self, classes: tuple[int, int], **changes: object) -> tuple[Manifest, torch.Tensor]:
+    def publish(self, classes, **changes):
         """Train some steps, and publish a version; return its manifest and the model's output for `X`."""
         for step in range(4):
             generator = torch.Generator().manual_seed(step)
@@ -86,12 +88,12 @@ class Learner:
         return self.deployment.versions.manifest(self.number), output
 
 
-def answer(version: ServedVersion) -> np.ndarray:
+def answer(version):
     return version.run({"x": X})["probabilities"]
 
 
 @pytest.mark.parametrize("strategy", ["experts", "progressive"])
-def test_versions_with_other_numbers_of_parts_are_served_one_after_the_other(tmp_path: Path, strategy: str) -> None:
+def test_versions_with_other_numbers_of_parts_are_served_one_after_the_other(tmp_path, strategy):
     learner = Learner(tmp_path, {"name": strategy, "least": 20, **({"size": 5.0} if strategy == "experts" else {})})
     published = [learner.publish(classes) for classes in ((0, 1), (2, 3))]
     learner.trainer.on_drift()
@@ -107,7 +109,7 @@ def test_versions_with_other_numbers_of_parts_are_served_one_after_the_other(tmp
         before = version, answer(version)
 
 
-def test_versions_that_do_not_fit_the_strategy_are_refused_by_a_sentence(tmp_path: Path) -> None:
+def test_versions_that_do_not_fit_the_strategy_are_refused_by_a_sentence(tmp_path):
     learner = Learner(tmp_path, {"name": "experts", "least": 20, "size": 5.0})
     learner.publish((0, 1))
     manifest, _ = learner.publish((2, 3))
@@ -127,7 +129,7 @@ def test_versions_that_do_not_fit_the_strategy_are_refused_by_a_sentence(tmp_pat
         load_version(learner.deployment, wrong, 8)
 
 
-def test_a_hostile_router_is_refused(tmp_path: Path) -> None:
+def test_a_hostile_router_is_refused(tmp_path):
     """On a GPU an index out of range would take the device from all versions."""
     learner = Learner(tmp_path, {"name": "experts", "least": 20, "size": 5.0})
     learner.publish((0, 1))
@@ -135,5 +137,5 @@ def test_a_hostile_router_is_refused(tmp_path: Path) -> None:
     weights = learner.deployment.versions.weights(manifest)
     weights[f"{POOL}.router.owner"][0] = 99
     learner.deployment.versions.write(weights, msgspec.structs.replace(manifest, number=9), Verdict("pass"))
-    with pytest.raises(VersionError, match="the router of the weights names parts or classes that there are not"):
+    with pytest.raises(VersionError, match="the router of the weights refers to parts or classes that do not exist"):
         load_version(learner.deployment, learner.deployment.versions.manifest(9), 8)

@@ -2,26 +2,23 @@
 
 import dataclasses
 import gc
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import ModelSettings
-from learner.errors import VersionError
-from learner.model.base_file import write_base
-from learner.model.factory import build_on_device
-from learner.model.trained_set import decide_trained_set, trained_state
-from learner.state_dir.bases import bases_in
-from learner.state_dir.version import reference_to
-from serving.model.deployment import Deployment
-from serving.model.loaded_version import ServedVersion, load_version
-from serving.model.tensor_slots import TensorSlot
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.errors import VersionError
+from anabranch.learner.model.factory import build_on_device
+from anabranch.learner.model.trained_set import decide_trained_set, trained_state, write_base
+from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.versions.format import reference_to
+from anabranch.serving.model.deployment import Deployment
+from anabranch.serving.model.loaded_version import load_version
+from anabranch.serving.model.tensor_slots import TensorSlot
 from tests.serving.conftest import Publisher
 from tests.support.tokenizer import write_tokenizer
 
@@ -41,7 +38,7 @@ BERT = {
 class Pretrained:
     """A small BERT with adapters, whose versions the test writes."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder, **settings):
         from transformers import BertConfig, BertModel
 
         torch.manual_seed(0)
@@ -62,22 +59,22 @@ class Pretrained:
         self.module = build_on_device(self.settings, folder, CPU).eval()
         self.base = write_base(bases_in(folder / "var"), self.module)
 
-    def load(self, number: int, **changes: Tensor) -> ServedVersion:
+    def load(self, number, **changes):
         self.publish(number, **changes)
         return load_version(self.deployment, self.deployment.versions.manifest(number), 4)
 
-    def publish(self, number: int, **changes: Tensor) -> None:
+    def publish(self, number, **changes):
         weights = {**self.weights(number), **changes}
         self.publisher.publish(number, weights, base=self.base, model=reference_to(self.settings))
 
-    def weights(self, number: int) -> dict[str, Tensor]:
+    def weights(self, number):
         generator = torch.Generator().manual_seed(number)
         return {
             name: 0.3 * torch.randn(value.shape, generator=generator)
             for name, value in trained_state(self.module).items()
         }
 
-    def expected(self, number: int) -> np.ndarray[Any, Any]:
+    def expected(self, number):
         """Return what the learner's module answers with the weights of a version."""
         self.module.load_state_dict(self.weights(number), strict=False)
         with torch.no_grad():
@@ -86,16 +83,16 @@ class Pretrained:
 
 
 @pytest.fixture
-def pretrained(tmp_path: Path) -> Pretrained:
+def pretrained(tmp_path):
     return Pretrained(tmp_path)
 
 
-def answers(version: ServedVersion) -> np.ndarray[Any, Any]:
+def answers(version):
     return version.run(TEXTS)["probabilities"]
 
 
 @pytest.mark.slow
-def test_two_modules_take_turns_and_each_version_answers_with_its_own_weights(pretrained: Pretrained) -> None:
+def test_two_modules_take_turns_and_each_version_answers_with_its_own_weights(pretrained):
     served, modules = None, []
     for number in range(1, 7):
         version = pretrained.load(number)
@@ -110,14 +107,14 @@ def test_two_modules_take_turns_and_each_version_answers_with_its_own_weights(pr
 
 
 @pytest.mark.slow
-def test_a_version_that_requests_hold_keeps_its_weights(pretrained: Pretrained) -> None:
+def test_a_version_that_requests_hold_keeps_its_weights(pretrained):
     versions = [pretrained.load(number) for number in range(1, 5)]
     for number, version in enumerate(versions, 1):
         np.testing.assert_array_equal(answers(version), pretrained.expected(number))
 
 
 @pytest.mark.slow
-def test_a_version_that_is_refused_leaves_nothing_in_the_module_that_it_was_loaded_into(pretrained: Pretrained) -> None:
+def test_a_version_that_is_refused_leaves_nothing_in_the_module_that_it_was_loaded_into(pretrained):
     served = pretrained.load(1)
     spare = pretrained.load(2).module
     with pytest.raises(VersionError, match="is not finite"):
@@ -137,7 +134,7 @@ def test_a_version_that_is_refused_leaves_nothing_in_the_module_that_it_was_load
 
 
 @pytest.mark.slow
-def test_hooks_for_the_embedding_are_added_once(tmp_path: Path) -> None:
+def test_hooks_for_the_embedding_are_added_once(tmp_path):
     pretrained = Pretrained(tmp_path, embedding="pooling")
     served = None
     for number in range(1, 7):
@@ -152,7 +149,7 @@ def test_hooks_for_the_embedding_are_added_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_base_is_freed_with_its_modules(pretrained: Pretrained) -> None:
+def test_a_base_is_freed_with_its_modules(pretrained):
     version = pretrained.load(1)
     kept = pretrained.deployment._shared
     del version
@@ -163,7 +160,7 @@ def test_a_base_is_freed_with_its_modules(pretrained: Pretrained) -> None:
 
 
 @pytest.mark.slow
-def test_models_of_users_are_copied_for_each_version(pretrained: Pretrained) -> None:
+def test_models_of_users_are_copied_for_each_version(pretrained):
     settings = pretrained.settings.model_copy(update={"factory": "own_model:build"})
     (pretrained.deployment.folder / "own_model.py").write_text(
         "from anabranch.pretrained import sequence_classifier\n\n\n"
@@ -183,25 +180,25 @@ def test_models_of_users_are_copied_for_each_version(pretrained: Pretrained) -> 
 class Net(nn.Module):
     """A layer, and a buffer that no version has."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.register_buffer("scale", torch.ones(2), persistent=False)
 
 
-def loaded(slot: TensorSlot, template: nn.Module, value: float) -> nn.Module:
+def loaded(slot, template, value):
     weights = {name: torch.full_like(own, value) for name, own in template.state_dict().items()}
     return slot.load(template, weights, CPU, plainly=True, keep=True)
 
 
 @pytest.fixture
-def template() -> nn.Module:
+def template():
     net = Net()
     decide_trained_set(net)
     return net.requires_grad_(False)
 
 
-def test_a_buffer_that_no_version_has_is_that_of_the_template_again(template: nn.Module) -> None:
+def test_a_buffer_that_no_version_has_is_that_of_the_template_again(template):
     slot = TensorSlot()
     first = loaded(slot, template, 1.0)
     first.get_buffer("scale").zero_()
@@ -219,7 +216,7 @@ def test_a_buffer_that_no_version_has_is_that_of_the_template_again(template: nn
         lambda module: delattr(module, "scale"),
     ],
 )
-def test_a_module_that_has_other_tensors_than_it_got_is_not_used_again(template: nn.Module, change: Any) -> None:
+def test_a_module_that_has_other_tensors_than_it_got_is_not_used_again(template, change):
     slot = TensorSlot()
     first = loaded(slot, template, 1.0)
     change(first)

@@ -1,11 +1,11 @@
 """How far a version is trained, as replies have it."""
 
-from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import Manifest, ModelReference
-from serving.model.loaded_version import progress_of
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.versions.format import Manifest, ModelReference
+from anabranch.serving.model.loaded_version import progress_of
 
 
-def manifest(seen_through: dict[str, int] | None = None) -> Manifest:
+def manifest(seen_through=None):
     return Manifest(
         number=1,
         generation=1,
@@ -22,11 +22,11 @@ def manifest(seen_through: dict[str, int] | None = None) -> Manifest:
     )
 
 
-def test_a_reply_says_how_far_the_version_is_trained() -> None:
+def test_a_reply_says_how_far_the_version_is_trained():
     assert progress_of(manifest()) == {"trained_through": "events:1=7,labels:0=4"}
 
 
-def test_with_late_labels_it_also_says_how_far_was_read_and_labelled() -> None:
+def test_with_late_labels_it_also_says_how_far_was_read_and_labelled():
     assert progress_of(manifest({"events:1": 20, "labels:0": 6})) == {
         "trained_through": "events:1=7,labels:0=4",
         "labelled_through": "events:1=7,labels:0=4",

@@ -1,14 +1,12 @@
 """Which streams and copies a version takes on a CUDA device, by the recorder that replaces torch.cuda."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from serving.model.loaded_version import ServedVersion, load_version
+from anabranch.serving.model.loaded_version import load_version
 from tests.support.cuda_recorder import CudaRecorder
 
 DEVICE = torch.device("cuda", 1)
@@ -16,14 +14,14 @@ FEATURES = {"word": np.zeros((3, 2), np.int64), "size": np.ones((3, 2), np.float
 
 
 @pytest.fixture
-def mixed(deploy: Callable[..., Any]) -> Any:
+def mixed(deploy):
     """A deployment on the second device of two, whose model has two features and two outputs."""
     publisher = deploy("mixed")
     publisher.deployment = dataclasses.replace(publisher.deployment, device=DEVICE)
     return publisher
 
 
-def load(publisher: Any, number: int) -> ServedVersion:
+def load(publisher, number):
     weights = {
         "words.weight": torch.full((8, 3), float(number)),
         "numbers.weight": torch.zeros(3, 2),
@@ -33,7 +31,7 @@ def load(publisher: Any, number: int) -> ServedVersion:
     return load_version(publisher.deployment, publisher.versions.manifest(number), 4)
 
 
-def test_a_batch_is_one_copy_each_way_and_one_wait_on_the_stream_of_requests(mixed: Any) -> None:
+def test_a_batch_is_one_copy_each_way_and_one_wait_on_the_stream_of_requests(mixed):
     with CudaRecorder(devices=2) as cuda:
         version = load(mixed, 1)
         cuda.log.clear()
@@ -47,7 +45,7 @@ def test_a_batch_is_one_copy_each_way_and_one_wait_on_the_stream_of_requests(mix
     assert answers["prediction"].tolist() == [2, 2, 2]
 
 
-def test_loading_and_warm_up_are_not_on_the_stream_of_requests(mixed: Any) -> None:
+def test_loading_and_warm_up_are_not_on_the_stream_of_requests(mixed):
     with CudaRecorder(devices=2) as cuda:
         first = load(mixed, 1)
         first.run(FEATURES)
@@ -59,7 +57,7 @@ def test_loading_and_warm_up_are_not_on_the_stream_of_requests(mixed: Any) -> No
     cuda.check()
 
 
-def test_the_first_warm_up_takes_memory_for_the_stream_of_requests(mixed: Any) -> None:
+def test_the_first_warm_up_takes_memory_for_the_stream_of_requests(mixed):
     with CudaRecorder(devices=2) as cuda:
         load(mixed, 1)
         streams = {each.stream for each in cuda.log if each.kind in ("op", "copy") and each.stream is not None}
@@ -67,7 +65,7 @@ def test_the_first_warm_up_takes_memory_for_the_stream_of_requests(mixed: Any) -
     cuda.check()
 
 
-def test_later_versions_take_no_memory_on_the_device(mixed: Any) -> None:
+def test_later_versions_take_no_memory_on_the_device(mixed):
     with CudaRecorder(devices=2) as cuda:
         first, second = load(mixed, 1), load(mixed, 2)
         before = cuda.live_bytes

@@ -1,7 +1,6 @@
 """Versions are loaded in turns into the tensors of those before, and none changes another that is still in use."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,30 +9,30 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
-from learner.model.trained_set import decide_trained_set
-from serving.metrics import ServingMetrics
-from serving.model.loaded_version import ServedVersion, load_version
-from serving.model.tensor_slots import TensorSlot, TensorSlots, loads_plainly
-from serving.rollout.hot_swap import VersionSwapper
+from anabranch.learner.model.trained_set import decide_trained_set
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model.loaded_version import ServedVersion, load_version
+from anabranch.serving.model.tensor_slots import TensorSlot, TensorSlots, loads_plainly
+from anabranch.serving.rollout.hot_swap import VersionSwapper
 
 CPU = torch.device("cpu")
 ROW = {"x": np.zeros((1, 4), np.float32)}
 
 
-def addresses(module: nn.Module) -> list[int]:
+def addresses(module):
     return [tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())]
 
 
-def load(publisher: Any, number: int) -> ServedVersion:
+def load(publisher, number):
     publisher.publish(number)
     return load_version(publisher.deployment, publisher.versions.manifest(number), 8)
 
 
-def answer(version: ServedVersion) -> float:
+def answer(version):
     return float(version.run(ROW)["prediction"][0])
 
 
-def test_two_sets_of_tensors_are_filled_in_turns_from_swap_to_swap(numbers: Any) -> None:
+def test_two_sets_of_tensors_are_filled_in_turns_from_swap_to_swap(numbers):
     swap = VersionSwapper(numbers.deployment, 8, ServingMetrics(CollectorRegistry()), lambda: None, pytest.fail)
     used = []
     for number in range(1, 7):
@@ -46,7 +45,7 @@ def test_two_sets_of_tensors_are_filled_in_turns_from_swap_to_swap(numbers: Any)
     assert used == [used[0], used[1]] * 3
 
 
-def test_a_version_that_requests_still_hold_keeps_its_weights_and_a_third_set_is_made(numbers: Any) -> None:
+def test_a_version_that_requests_still_hold_keeps_its_weights_and_a_third_set_is_made(numbers):
     versions = [load(numbers, number) for number in (1, 2, 3)]
     assert len({tuple(addresses(version._module)) for version in versions}) == 3
     assert [answer(version) for version in versions] == [1, 2, 3]
@@ -56,7 +55,7 @@ def test_a_version_that_requests_still_hold_keeps_its_weights_and_a_third_set_is
     assert [answer(version) for version in versions] == [2, 3]
 
 
-def test_a_version_that_cannot_be_loaded_gives_its_tensors_back(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_cannot_be_loaded_gives_its_tensors_back(numbers, monkeypatch):
     first = load(numbers, 1)
     spare = addresses(load(numbers, 2)._module)
     with monkeypatch.context() as patch:
@@ -68,7 +67,7 @@ def test_a_version_that_cannot_be_loaded_gives_its_tensors_back(numbers: Any, mo
     assert answer(first) == 1
 
 
-def test_at_most_one_set_of_tensors_is_kept_besides_those_in_use() -> None:
+def test_at_most_one_set_of_tensors_is_kept_besides_those_in_use():
     slots = TensorSlots()
     taken = [slots.take() for _ in range(3)]
     for slot in taken:
@@ -80,7 +79,7 @@ def test_at_most_one_set_of_tensors_is_kept_besides_those_in_use() -> None:
 class Counting(nn.Module):
     """Changes itself in each run: a buffer that is saved, one that is not, and an attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
         self.register_buffer("saved", torch.zeros(2))
@@ -88,7 +87,7 @@ class Counting(nn.Module):
         self.runs = 0
         self.cache: dict[str, Tensor] = {}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.runs += 1
         self.cache["last"] = x
         self.saved += 1
@@ -96,13 +95,13 @@ class Counting(nn.Module):
         return self.weight + self.saved
 
 
-def frozen(template: nn.Module) -> nn.Module:
+def frozen(template):
     """Return a module that learns all its weights, as serving has it: without gradients."""
     decide_trained_set(template)
     return template.requires_grad_(False)
 
 
-def taken_over(template: nn.Module, change: Callable[[nn.Module], object]) -> tuple[nn.Module, nn.Module]:
+def taken_over(template, change):
     """Return two modules that were loaded one after the other; the first was changed between."""
     slot = TensorSlot()
     frozen(template)
@@ -111,7 +110,7 @@ def taken_over(template: nn.Module, change: Callable[[nn.Module], object]) -> tu
     return first, slot.load(template, template.state_dict(), CPU, plainly=True)
 
 
-def test_nothing_but_memory_is_taken_over_from_the_version_before() -> None:
+def test_nothing_but_memory_is_taken_over_from_the_version_before():
     first, second = taken_over(Counting(), lambda module: module(torch.ones(2)))
     assert addresses(first) == addresses(second)
     assert isinstance(second, Counting)
@@ -119,21 +118,21 @@ def test_nothing_but_memory_is_taken_over_from_the_version_before() -> None:
     assert second.saved.tolist() == second.unsaved.tolist() == [0, 0]
 
 
-def test_hooks_do_not_add_up_from_version_to_version() -> None:
+def test_hooks_do_not_add_up_from_version_to_version():
     _, second = taken_over(nn.Linear(2, 2), lambda module: module.register_forward_hook(lambda *_: None))
     assert not second._forward_hooks
 
 
-def test_tensors_that_the_template_shares_stay_shared_and_others_stay_separate() -> None:
+def test_tensors_that_the_template_shares_stay_shared_and_others_stay_separate():
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.one = nn.Linear(2, 2, bias=False)
             self.other = nn.Linear(2, 2, bias=False)
             self.other.weight = self.one.weight
             self.third = nn.Linear(2, 2, bias=False)
 
-    def tie(module: nn.Module) -> None:
+    def tie(module):
         assert isinstance(module, Tied)
         slot._tensors["third.weight"] = slot._tensors["one.weight"]
 
@@ -151,7 +150,7 @@ def test_tensors_that_the_template_shares_stay_shared_and_others_stay_separate()
 @pytest.mark.parametrize(
     "change", [lambda tensor: tensor.double(), lambda tensor: tensor.new_zeros(3), lambda tensor: tensor.to("meta")]
 )
-def test_a_tensor_that_does_not_fit_is_not_taken_over(change: Callable[[Tensor], Tensor]) -> None:
+def test_a_tensor_that_does_not_fit_is_not_taken_over(change):
     slot, template = TensorSlot(), frozen(nn.Linear(2, 2))
     first = slot.load(template, template.state_dict(), CPU, plainly=True)
     graphs = slot.graphs
@@ -169,50 +168,50 @@ def test_a_tensor_that_does_not_fit_is_not_taken_over(change: Callable[[Tensor],
 class Deriving(nn.Module):
     """Computes an attribute when its weights are loaded, and grows a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("bank", torch.zeros(1))
         self.total = 0.0
 
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *more: Any) -> None:
+    def _load_from_state_dict(self, state, prefix, *more):
         self.bank = state[prefix + "bank"].clone()
         self.total = float(self.bank.sum())
 
 
-def test_modules_whose_code_takes_part_in_loading_are_loaded_as_before() -> None:
+def test_modules_whose_code_takes_part_in_loading_are_loaded_as_before():
     slot, template = TensorSlot(), nn.Sequential(Deriving())
     for rows in (1, 3, 2):
         module = slot.load(template, {"0.bank": torch.ones(rows)}, CPU, plainly=loads_plainly(template))
         assert (module[0].total, module[0].bank.tolist()) == (float(rows), [1.0] * rows)  # type: ignore[index]
 
 
-def hooked() -> nn.Module:
+def hooked():
     module = nn.Linear(1, 1)
     module.register_load_state_dict_pre_hook(lambda *_: None)
     return module
 
 
-def hooked_after() -> nn.Module:
+def hooked_after():
     module = nn.Linear(1, 1)
     module.register_load_state_dict_post_hook(lambda *_: None)
     return module
 
 
 class Extra(nn.Module):
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         pass
 
 
 class Viewing(nn.Module):
     """Reads a buffer also by a view of it, which is an attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("table", torch.zeros(4))
         self.first = [self.table[:2]]
 
 
-def test_a_view_of_a_buffer_follows_the_weights_of_every_version() -> None:
+def test_a_view_of_a_buffer_follows_the_weights_of_every_version():
     template, slot = Viewing(), TensorSlot()
     assert not loads_plainly(template)
     for number in range(1, 4):
@@ -223,14 +222,14 @@ def test_a_view_of_a_buffer_follows_the_weights_of_every_version() -> None:
     assert loads_plainly(nn.LSTM(2, 3)), "its list has the parameters themselves"
 
 
-def test_which_modules_load_plainly() -> None:
+def test_which_modules_load_plainly():
     for module in (nn.Linear(1, 1), nn.BatchNorm1d(2), nn.Sequential(nn.MultiheadAttention(2, 1)), Counting()):
         assert loads_plainly(module), module
     for module in (Deriving(), hooked(), hooked_after(), nn.Sequential(Extra())):
         assert not loads_plainly(module), module
 
 
-def test_warm_up_is_launched_outside_of_the_stream_of_requests(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_is_launched_outside_of_the_stream_of_requests(numbers, monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr(
         type(numbers.deployment), "stream", lambda _: opened.append("requests") or torch.no_grad(), raising=True
@@ -244,11 +243,9 @@ def test_warm_up_is_launched_outside_of_the_stream_of_requests(numbers: Any, mon
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
-def test_weights_reach_a_device_in_pieces_by_one_page_locked_buffer(
-    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, last: bool
-) -> None:
+def test_weights_reach_a_device_in_pieces_by_one_page_locked_buffer(cuda, monkeypatch, last):
     """Also those that do not end with a piece, and that are not stored as they are in memory."""
-    monkeypatch.setattr("serving.model.tensor_slots._PIECE_BYTES", 16)
+    monkeypatch.setattr("anabranch.serving.model.tensor_slots._PIECE_BYTES", 16)
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Linear(3, 1)).eval()
     template = model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
     slot, kept = TensorSlot(), None
@@ -266,9 +263,7 @@ def test_weights_reach_a_device_in_pieces_by_one_page_locked_buffer(
 
 
 @pytest.mark.gpu
-def test_swaps_allocate_nothing_on_a_gpu_while_requests_run(
-    linear_on: Callable[[str], Any],
-) -> None:
+def test_swaps_allocate_nothing_on_a_gpu_while_requests_run(linear_on):
     publisher = linear_on("cuda")
     for number in (1, 2, 3):
         publish_linear(publisher, number)
@@ -276,7 +271,7 @@ def test_swaps_allocate_nothing_on_a_gpu_while_requests_run(
     stop, answered = threading.Event(), threading.Event()
     wrong: list[Any] = []
 
-    def ask() -> None:
+    def ask():
         while not stop.is_set():
             found = kept[-1].run(ROW)["probabilities"]
             wrong.extend([found] if not np.isfinite(found).all() else [])
@@ -298,17 +293,17 @@ def test_swaps_allocate_nothing_on_a_gpu_while_requests_run(
     assert not wrong
 
 
-def publish_linear(publisher: Any, number: int) -> None:
+def publish_linear(publisher, number):
     weights = {"weight": torch.full((3, 4), float(number)), "bias": torch.arange(3.0)}
     publisher.publish(number, weights=weights)
 
 
 @pytest.fixture
-def linear_on(deploy: Callable[..., Any]) -> Callable[[str], Any]:
+def linear_on(deploy):
     """Make a deployment of a linear classifier on a device."""
     import dataclasses
 
-    def make(device: str) -> Any:
+    def make(device):
         publisher = deploy("linear")
         publisher.deployment = dataclasses.replace(publisher.deployment, device=torch.device(device, 0))
         return publisher

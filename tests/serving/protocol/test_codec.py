@@ -1,8 +1,6 @@
 """The codec of the Open Inference Protocol: round trips, and error sentences for invalid requests."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from serving.errors import BadRequestError, RequestError, TooLargeError
-from serving.protocol.codec import Signature
-from serving.protocol.tensors import DATATYPES, TensorSpec, read_binary, read_json, write_binary, write_json
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.serving.errors import BadRequestError, RequestError, TooLargeError
+from anabranch.serving.protocol.codec import Signature
+from anabranch.serving.protocol.tensors import DATATYPES, TensorSpec, read_binary, read_json, write_binary, write_json
 from tests.support.tokenizer import write_tokenizer
 
 SCHEMA = Schema(
@@ -41,23 +39,21 @@ numeric = st.sampled_from(sorted(DATATYPES)).map(np.dtype)
 shapes = arrays.array_shapes(min_dims=1, max_dims=3, max_side=4)
 
 
-def body(**members: Any) -> bytes:
+def body(**members):
     return json.dumps({"inputs": [X], **members}).encode()
 
 
-def changed(**members: Any) -> bytes:
+def changed(**members):
     return body(inputs=[{**X, **members}])
 
 
-def finite(dtype: np.dtype[Any], shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
+def finite(dtype, shape):
     elements = {"allow_nan": False, "allow_infinity": False} if dtype.kind == "f" else {}
     return arrays.arrays(dtype, shape, elements=arrays.from_dtype(dtype, **elements))  # type: ignore[arg-type]
 
 
 @given(st.data(), numeric, shapes)
-def test_numbers_survive_json_flat_and_nested_and_binary(
-    data: st.DataObject, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> None:
+def test_numbers_survive_json_flat_and_nested_and_binary(data, dtype, shape):
     array = data.draw(finite(dtype, shape))
     spec = TensorSpec("t", dtype, shape[1:])
     for text in (json.dumps(write_json(array)), json.dumps(array.tolist())):
@@ -68,7 +64,7 @@ def test_numbers_survive_json_flat_and_nested_and_binary(
 
 
 @given(st.lists(st.text(), min_size=1, max_size=6))
-def test_strings_survive_json_and_binary(texts: list[str]) -> None:
+def test_strings_survive_json_and_binary(texts):
     spec = TensorSpec("t", None, ())
     texts = [text.encode("utf-8", "replace").decode() for text in texts]
     array = np.array(texts, dtype=object)
@@ -77,7 +73,7 @@ def test_strings_survive_json_and_binary(texts: list[str]) -> None:
 
 
 @given(st.binary(max_size=200), st.none() | st.integers(0, 300))
-def test_arbitrary_bytes_are_a_request_error_at_worst(content: bytes, header_length: int | None) -> None:
+def test_arbitrary_bytes_are_a_request_error_at_worst(content, header_length):
     with pytest.raises(RequestError):
         SIGNATURE.decode(content, header_length)
 
@@ -90,7 +86,7 @@ junk = st.recursive(
 
 
 @given(st.data())
-def test_a_request_with_any_member_replaced_is_answered_or_refused(data: st.DataObject) -> None:
+def test_a_request_with_any_member_replaced_is_answered_or_refused(data):
     document: dict[str, Any] = json.loads(body(id="a", parameters={"p": 1}, outputs=[{"name": "prediction"}]))
     document["inputs"].append({"name": "word", "shape": [1], "datatype": "BYTES", "data": ["red"]})
     members: list[tuple[Any, Any]] = [(document, key) for key in document]
@@ -108,7 +104,7 @@ def test_a_request_with_any_member_replaced_is_answered_or_refused(data: st.Data
         assert request.features[name].dtype == feature.dtype
 
 
-def test_features_with_a_default_may_be_left_out_and_strings_become_ids() -> None:
+def test_features_with_a_default_may_be_left_out_and_strings_become_ids():
     request = SIGNATURE.decode(body(), None)
     assert request.features["word"].tolist() == [1]
     assert request.features["n"].tolist() == [3]
@@ -117,7 +113,7 @@ def test_features_with_a_default_may_be_left_out_and_strings_become_ids() -> Non
     assert request.features["word"].tolist() == [2]
 
 
-def test_a_value_may_be_missing_where_the_schema_says_so() -> None:
+def test_a_value_may_be_missing_where_the_schema_says_so():
     features = {"x": {"dtype": "float32", "shape": [2], "missing": "mean"}}
     schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 2}}))
     given = TensorSpec("x", schema.features[0].dtype, (2,), may_be_nan=True)
@@ -132,7 +128,7 @@ def test_a_value_may_be_missing_where_the_schema_says_so() -> None:
         read_json(TensorSpec("x", given.dtype, (2,)), b"[1, null]", 1)
 
 
-def test_binary_inputs_follow_the_json_in_their_order() -> None:
+def test_binary_inputs_follow_the_json_in_their_order():
     x = np.arange(8, dtype="<f4")
     words = write_binary(np.array(["green", "?"], dtype=object))
     header = json.dumps(
@@ -150,7 +146,7 @@ def test_binary_inputs_follow_the_json_in_their_order() -> None:
     np.testing.assert_array_equal(request.features["x"].reshape(-1), x)
 
 
-def test_a_body_without_json_is_the_one_input() -> None:
+def test_a_body_without_json_is_the_one_input():
     settings = {"features": {"x": {"dtype": "int16", "shape": [3], "max": 5}}, "label": {"name": "y", "classes": 3}}
     signature = Signature(Schema(SchemaSettings.model_validate(settings)), OUTPUTS, max_rows=10)
     request = signature.decode(np.arange(6, dtype="<i2").tobytes(), 0)
@@ -233,7 +229,7 @@ def test_a_body_without_json_is_the_one_input() -> None:
         (body(inputs=[X, {"name": "word", "shape": [1], "datatype": "BYTES", "data": [1]}]), "Expected `str`"),
     ],
 )
-def test_invalid_requests_are_refused_in_a_sentence_that_names_the_part(content: bytes, sentence: str) -> None:
+def test_invalid_requests_are_refused_in_a_sentence_that_names_the_part(content, sentence):
     with pytest.raises(BadRequestError, match=sentence):
         SIGNATURE.decode(content, None)
 
@@ -259,13 +255,13 @@ WORD = {"name": "word", "shape": [1], "datatype": "BYTES", "data": ["a,b"]}
         (changed(datatype="\1" * 100_000), "datatype FP32, not"),
     ],
 )
-def test_needlessly_long_requests_are_refused_in_a_short_sentence(content: bytes, sentence: str) -> None:
+def test_needlessly_long_requests_are_refused_in_a_short_sentence(content, sentence):
     with pytest.raises(RequestError, match=sentence) as caught:
         SIGNATURE.decode(content, None)
     assert len(str(caught.value)) < 700
 
 
-def test_strings_may_have_commas_quotes_and_backslashes() -> None:
+def test_strings_may_have_commas_quotes_and_backslashes():
     texts = ["red", 'a","b', "\\", '\\"', ""]
     tensor = {**WORD, "shape": [5], "data": texts}
     found = read_json(TensorSpec("word", None, ()), json.dumps(tensor["data"]).encode(), 5)
@@ -285,7 +281,7 @@ def test_strings_may_have_commas_quotes_and_backslashes() -> None:
         (16, np.array([1, 2, 3, np.nan], "<f4").tobytes(), "NaN or infinite"),
     ],
 )
-def test_binary_data_of_the_wrong_size_is_refused(size: object, tail: bytes, sentence: str) -> None:
+def test_binary_data_of_the_wrong_size_is_refused(size, tail, sentence):
     tensor = {"name": "x", "shape": [1, 2, 2], "datatype": "FP32", "parameters": {"binary_data_size": size}}
     header = json.dumps({"inputs": [tensor]}).encode()
     with pytest.raises(BadRequestError, match=sentence):
@@ -293,7 +289,7 @@ def test_binary_data_of_the_wrong_size_is_refused(size: object, tail: bytes, sen
 
 
 @pytest.mark.parametrize("header_length", [1, 10**9])
-def test_a_header_length_that_does_not_fit_the_body_is_refused(header_length: int) -> None:
+def test_a_header_length_that_does_not_fit_the_body_is_refused(header_length):
     with pytest.raises(BadRequestError):
         SIGNATURE.decode(body(), header_length)
 
@@ -309,17 +305,17 @@ def test_a_header_length_that_does_not_fit_the_body_is_refused(header_length: in
         (b"", "0 strings"),
     ],
 )
-def test_binary_strings_with_wrong_lengths_are_refused(blob: bytes, sentence: str) -> None:
+def test_binary_strings_with_wrong_lengths_are_refused(blob, sentence):
     with pytest.raises(BadRequestError, match=sentence):
         read_binary(TensorSpec("t", None, ()), memoryview(blob), 1)
 
 
-def test_a_bool_byte_is_0_or_1() -> None:
+def test_a_bool_byte_is_0_or_1():
     with pytest.raises(BadRequestError, match="neither 0 nor 1"):
         read_binary(TensorSpec("t", np.dtype(np.bool_), ()), memoryview(b"\0\x02"), 2)
 
 
-def test_more_rows_than_the_queue_are_too_large_before_their_data_is_read() -> None:
+def test_more_rows_than_the_queue_are_too_large_before_their_data_is_read():
     with pytest.raises(TooLargeError, match="1000000000 rows"):
         SIGNATURE.decode(changed(shape=[10**9, 2, 2]), None)
 
@@ -330,7 +326,7 @@ ANSWERS = {
 }
 
 
-def test_a_reply_echoes_the_id_and_names_its_version() -> None:
+def test_a_reply_echoes_the_id_and_names_its_version():
     request = SIGNATURE.decode(body(id="abc"), None)
     content, length = SIGNATURE.encode(request, ANSWERS, "digits", "7", {"trained_through": "events:0=3"})
     assert length is None
@@ -360,9 +356,7 @@ def test_a_reply_echoes_the_id_and_names_its_version() -> None:
         ),
     ],
 )
-def test_outputs_are_the_requested_ones_and_binary_where_requested(
-    requested: list[Any] | None, parameters: dict[str, Any], expected: dict[str, bool]
-) -> None:
+def test_outputs_are_the_requested_ones_and_binary_where_requested(requested, parameters, expected):
     request = SIGNATURE.decode(body(outputs=requested, parameters=parameters), None)
     assert request.outputs == expected
     content, length = SIGNATURE.encode(request, ANSWERS, "digits", "7", {"trained_through": ""})
@@ -378,7 +372,7 @@ def test_outputs_are_the_requested_ones_and_binary_where_requested(
     assert position == len(content)
 
 
-def test_metadata_has_minus_one_for_rows(deploy: Callable[..., Any]) -> None:
+def test_metadata_has_minus_one_for_rows(deploy):
     outputs = [spec.metadata() for spec in deploy("mixed").deployment.outputs()]
     assert outputs == [
         {"name": "prediction", "datatype": "INT64", "shape": [-1]},
@@ -397,9 +391,7 @@ INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 
 
 
 @given(st.data(), st.sampled_from(INTEGERS))
-def test_no_integer_outside_of_its_bounds_passes_whatever_the_form_of_the_request(
-    data: st.DataObject, name: str
-) -> None:
+def test_no_integer_outside_of_its_bounds_passes_whatever_the_form_of_the_request(data, name):
     dtype = np.dtype(name)
     integers = st.integers(int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
     low, high = sorted(data.draw(st.tuples(integers, integers)))
@@ -425,7 +417,7 @@ def test_no_integer_outside_of_its_bounds_passes_whatever_the_form_of_the_reques
 
 
 @given(st.lists(st.text(max_size=9), min_size=1), st.integers(2, 9))
-def test_ids_of_strings_are_always_in_range(texts: list[str], buckets: int) -> None:
+def test_ids_of_strings_are_always_in_range(texts, buckets):
     for encode, size in (({"hash": buckets}, buckets), ({"vocab": ["red", "green"]}, 3)):
         settings = {"features": {"w": {"dtype": "string", "encode": encode}}, "label": {"name": "y", "classes": 3}}
         signature = Signature(Schema(SchemaSettings.model_validate(settings)), OUTPUTS, max_rows=1000)
@@ -436,7 +428,7 @@ def test_ids_of_strings_are_always_in_range(texts: list[str], buckets: int) -> N
         assert (ids < size).all()
 
 
-def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_request_that_names_its_input(tmp_path: Path) -> None:
+def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_request_that_names_its_input(tmp_path):
     backtracks = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     path = write_tokenizer(tmp_path / "tokenizer.json", pre_tokenizer=backtracks)
     feature = {"dtype": "string", "encode": {"tokenizer": str(path), "length": 4}}
@@ -448,7 +440,7 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_request_that_names_its
 
 
 @pytest.mark.parametrize("data", ["[NaN, null, 1.5]", "[[NaN], [null], [1.5]]"])
-def test_nan_in_a_body_is_a_missing_value_where_one_may_be_missing(data: str) -> None:
+def test_nan_in_a_body_is_a_missing_value_where_one_may_be_missing(data):
     feature = {"dtype": "float32", "shape": [1], "missing": "mean"}
     schema = Schema(SchemaSettings.model_validate({"features": {"x": feature}, "label": {"name": "y", "classes": 2}}))
     text = '{"inputs": [{"name": "x", "shape": [3, 1], "datatype": "FP32", "data": %s}]}'
@@ -457,12 +449,12 @@ def test_nan_in_a_body_is_a_missing_value_where_one_may_be_missing(data: str) ->
 
 
 @pytest.mark.parametrize("word", ["NaN", "null"])
-def test_a_missing_value_is_named_where_none_may_be_missing(word: str) -> None:
+def test_a_missing_value_is_named_where_none_may_be_missing(word):
     text = '{"inputs": [{"name": "x", "shape": [1, 2, 2], "datatype": "FP32", "data": [1, 2, 3, WORD]}]}'
     with pytest.raises(BadRequestError, match=r"input 'x' .* got `null`.*; null and NaN are a missing value, which"):
         SIGNATURE.decode(text.replace("WORD", word).encode(), None)
 
 
-def test_infinity_in_a_body_is_named() -> None:
+def test_infinity_in_a_body_is_named():
     with pytest.raises(BadRequestError, match="it has Infinity, which is no JSON"):
         SIGNATURE.decode(body().replace(b"[1, 2, 3, 4]", b"[1, 2, 3, Infinity]"), None)

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from learner.state_dir.report import BackfillReport, LearnerReport
-from serving.reporting.health import ReportAge, judge
-from serving.reporting.report import ServingReport
+from anabranch.learner.status.report import BackfillReport, LearnerReport
+from anabranch.serving.reporting.health import ReportAge, judge
+from anabranch.serving.reporting.report import ServingReport
 
 LEARNER = LearnerReport(pid=1, generation=1, started=0, time=1000, steps=7)
 FRAUD = {"outcomes": {"trained": 5000}, "accuracy": {"old": 0.992, "now": 1.0}, "simplest": {"old": 0.994, "now": 0.9}}

@@ -1,15 +1,14 @@
 """How the counts of several serving processes become one."""
 
 import json
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.mmap_dict import MmapedDict
 
-from serving.reporting.worker_pool import PoolCollector
+from anabranch.serving.reporting.worker_pool import PoolCollector
 
 
-def test_counts_are_added_up_while_another_worker_starts(tmp_path: Path) -> None:
+def test_counts_are_added_up_while_another_worker_starts(tmp_path):
     """The client library makes a file, and then gives it a size: in between it is empty."""
     registry = CollectorRegistry()
     registry.register(PoolCollector(str(tmp_path)))

@@ -3,68 +3,62 @@
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from anabranch.core.atomic_files import replace_file
-from serving.rollout import directory_watcher as notice
-from serving.rollout.directory_watcher import DirectoryWatcher, file_system
+from anabranch.serving.rollout import directory_watcher as notice
+from anabranch.serving.rollout.directory_watcher import DirectoryWatcher, file_system
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")
 PATIENCE = 30
 
 
 @pytest.fixture(autouse=True)
-def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_polling(monkeypatch):
     """Only inotify or another thread ends a wait."""
     monkeypatch.setattr(notice, "POLL_ANYWAY", timedelta(hours=1))
 
 
 @pytest.fixture
-def versions(tmp_path: Path) -> Path:
+def versions(tmp_path):
     (tmp_path / "versions" / "1").mkdir(parents=True)
     return tmp_path / "versions"
 
 
 @pytest.fixture
-def notices(versions: Path) -> Iterator[DirectoryWatcher]:
+def notices(versions):
     with DirectoryWatcher(versions) as notices:
         notices.follow()
         yield notices
 
 
 @pytest.fixture
-def waits() -> Iterator[Callable[[DirectoryWatcher], "Future[None]"]]:
+def waits():
     """Wait in a thread."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda notices: pool.submit(notices.wait)
 
 
-def a_version(versions: Path) -> None:
+def a_version(versions):
     (versions / ".tmp-1-2").mkdir()
     (versions / ".tmp-1-2").rename(versions / "2")
 
 
-def a_verdict(versions: Path) -> None:
+def a_verdict(versions):
     replace_file(versions / "1" / "verdict.json", b"{}")
 
 
-def a_state(versions: Path) -> None:
+def a_state(versions):
     replace_file(versions / "state.json", b"{}")
 
 
 @linux
 @pytest.mark.parametrize("change", [a_version, a_verdict, a_state])
-def test_inotify_reports_a_change_at_once(
-    versions: Path,
-    notices: DirectoryWatcher,
-    waits: Callable[[DirectoryWatcher], "Future[None]"],
-    change: Callable[[Path], None],
-) -> None:
+def test_inotify_reports_a_change_at_once(versions, notices, waits, change):
     assert notices.uses_inotify
     waiting = waits(notices)
     change(versions)
@@ -72,7 +66,7 @@ def test_inotify_reports_a_change_at_once(
 
 
 @linux
-def test_a_change_between_following_and_waiting_is_not_missed(versions: Path, notices: DirectoryWatcher) -> None:
+def test_a_change_between_following_and_waiting_is_not_missed(versions, notices):
     a_version(versions)
     notices.wait()
     notices.follow()
@@ -81,7 +75,7 @@ def test_a_change_between_following_and_waiting_is_not_missed(versions: Path, no
 
 
 @linux
-def test_a_directory_that_is_created_later_or_again_is_followed(tmp_path: Path) -> None:
+def test_a_directory_that_is_created_later_or_again_is_followed(tmp_path):
     path = tmp_path / "versions"
     with DirectoryWatcher(path) as notices:
         notices.follow()
@@ -97,7 +91,7 @@ def test_a_directory_that_is_created_later_or_again_is_followed(tmp_path: Path) 
 
 
 @linux
-def test_deleted_versions_are_no_longer_followed(versions: Path, notices: DirectoryWatcher) -> None:
+def test_deleted_versions_are_no_longer_followed(versions, notices):
     watches = Path(f"/proc/self/fdinfo/{notices._inotify.descriptor}")  # type: ignore[union-attr]
     for number in range(2, 40):
         (versions / str(number)).mkdir()
@@ -107,9 +101,7 @@ def test_deleted_versions_are_no_longer_followed(versions: Path, notices: Direct
     assert watches.read_text().count("inotify wd:") == 2
 
 
-def test_another_thread_ends_a_wait(
-    notices: DirectoryWatcher, waits: Callable[[DirectoryWatcher], "Future[None]"]
-) -> None:
+def test_another_thread_ends_a_wait(notices, waits):
     waiting = waits(notices)
     threading.Thread(target=notices.wake).start()
     waiting.result(PATIENCE)
@@ -118,7 +110,7 @@ def test_another_thread_ends_a_wait(
 
 
 @pytest.mark.parametrize("why", ["nfs", "no inotify", "no watches left"])
-def test_without_inotify_the_directory_is_polled(versions: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_without_inotify_the_directory_is_polled(versions, monkeypatch, why):
     if why == "nfs":
         monkeypatch.setattr(notice, "file_system", lambda path: "nfs4")
     elif why == "no inotify":
@@ -134,11 +126,11 @@ def test_without_inotify_the_directory_is_polled(versions: Path, monkeypatch: py
     assert len(list(Path("/dev/fd").iterdir())) == open_files
 
 
-def _no_space(*_: object) -> int:
+def _no_space(*_):
     raise OSError(28, "No space left on device")
 
 
-def test_a_path_belongs_to_the_innermost_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_belongs_to_the_innermost_mount(tmp_path, monkeypatch):
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         "1 0 8:1 / / rw - ext4 /dev/a rw\n"

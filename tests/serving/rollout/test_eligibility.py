@@ -1,19 +1,17 @@
 """Why a version may not be served: the verdict, rollout commands, the schema, the model."""
 
-from typing import Any
-
 import pytest
 
-from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict
-from serving.rollout.eligibility import Requirements, lowered, misfit, refusal, withheld
+from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict
+from anabranch.serving.rollout.eligibility import Requirements, lowered, misfit, refusal, withheld
 
 MODEL = ModelReference("m:build", {}, "classification")
 REQUIREMENTS = Requirements("schema", MODEL)
 PASS, FAIL = (Verdict(verdict=verdict, reasons=reasons) for verdict, reasons in (("pass", []), ("fail", ["worse"])))
 
 
-def manifest(**fields: Any) -> Manifest:
+def manifest(**fields):
     base = {"number": 4, "generation": 1, "parent": None, "time": 0.0, "step": 1, "schema": "schema", "model": MODEL}
     return Manifest(**{**base, "trained_through": {}, "metrics": {}, "encoders": {}, "files": {}, **fields})
 
@@ -34,14 +32,12 @@ def manifest(**fields: Any) -> Manifest:
         (FAIL, RegistryState(pinned=3, promoted=5), "the gate failed it"),
     ],
 )
-def test_rollout_commands_override_the_verdict(
-    verdict: Verdict | None, state: RegistryState, reason: str | None
-) -> None:
+def test_rollout_commands_override_the_verdict(verdict, state, reason):
     for given in (withheld(4, verdict, state), refusal(manifest(), verdict, state, REQUIREMENTS)):
         assert given is None if reason is None else given is not None and reason in given
 
 
-def test_another_schema_or_model_is_refused_whatever_the_commands() -> None:
+def test_another_schema_or_model_is_refused_whatever_the_commands():
     other = manifest(schema="other")
     assert misfit(other, REQUIREMENTS) == "it was learned under another schema than [schema] describes"
     assert refusal(other, PASS, RegistryState(pinned=4), REQUIREMENTS) == misfit(other, REQUIREMENTS)
@@ -51,7 +47,7 @@ def test_another_schema_or_model_is_refused_whatever_the_commands() -> None:
     assert misfit(manifest(), REQUIREMENTS) is None
 
 
-def test_another_tokenizer_is_named() -> None:
+def test_another_tokenizer_is_named():
     ours = Requirements("schema", MODEL, {"text": {"tokenizer": "a" * 64, "length": 8}, "word": {"hash": 9}})
     theirs = {"text": {"tokenizer": "b" * 64, "length": 8}, "word": {"hash": 8}}
     assert misfit(manifest(schema="other", encoders=theirs), ours) == (
@@ -64,13 +60,13 @@ def test_another_tokenizer_is_named() -> None:
     "encoders",
     [{}, {"text": None}, {"text": 5}, {"text": {"hash": 9}}, {"text": {"tokenizer": "a" * 64, "length": 9}}],
 )
-def test_what_is_no_other_tokenizer_is_another_schema(encoders: dict[str, Any]) -> None:
+def test_what_is_no_other_tokenizer_is_another_schema(encoders):
     ours = Requirements("schema", MODEL, {"text": {"tokenizer": "a" * 64, "length": 8}})
     reason = misfit(manifest(schema="other", encoders=encoders), ours)
     assert reason == "it was learned under another schema than [schema] describes"
 
 
-def test_a_version_that_has_learned_less_names_the_partition() -> None:
+def test_a_version_that_has_learned_less_names_the_partition():
     served = manifest(trained_through={"events:0": PartitionProgress(offset=10, incarnation=1)})
     for offset, expected in ((9, ("events:0", 10, 9)), (10, None), (11, None)):
         candidate = manifest(trained_through={"events:0": PartitionProgress(offset=offset, incarnation=1)})

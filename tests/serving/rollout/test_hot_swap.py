@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,27 +29,27 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.atomic_files import replace_file
-from learner.errors import ModelError
-from learner.state_dir.folders import MANIFEST, LocalFolder
-from learner.state_dir.trained_through import NewlyTrained
-from learner.state_dir.version import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
-from serving.errors import ConflictError, NotFoundError, UnavailableError
-from serving.metrics import ServingMetrics
-from serving.model import deployment
-from serving.model import loaded_version as served
-from serving.model.deployment import pick_device
-from serving.model.loaded_version import ServedVersion, load_version
-from serving.rollout import candidate_loader
-from serving.rollout import directory_watcher as notice
-from serving.rollout import load_retry as retry
-from serving.rollout.commands import pin, promote, reject, roll_back, unpin, version_before
-from serving.rollout.hot_swap import VersionSwapper
+from anabranch.learner.errors import ModelError
+from anabranch.learner.state_dir.folders import MANIFEST, Folder
+from anabranch.learner.state_dir.trained_through import NewlyTrained
+from anabranch.learner.versions.format import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
+from anabranch.serving.errors import ConflictError, NotFoundError, UnavailableError
+from anabranch.serving.metrics import ServingMetrics
+from anabranch.serving.model import deployment
+from anabranch.serving.model import loaded_version as served
+from anabranch.serving.model.device import pick_device
+from anabranch.serving.model.loaded_version import ServedVersion, load_version
+from anabranch.serving.rollout import candidate_loader
+from anabranch.serving.rollout import directory_watcher as notice
+from anabranch.serving.rollout import load_retry as retry
+from anabranch.serving.rollout.commands import pin, promote, reject, roll_back, unpin, version_before
+from anabranch.serving.rollout.hot_swap import VersionSwapper
 from tests.support.cuda_recorder import CudaRecorder
 
 Publish = Callable[..., Any]
 
 
-def state_of(publisher: Any) -> RegistryState:
+def state_of(publisher):
     """Return the contents of `state.json` without `recent`, of which `test_state_file.py` has the tests."""
     return msgspec.structs.replace(publisher.versions.state(), recent=[])
 
@@ -57,38 +57,38 @@ def state_of(publisher: Any) -> RegistryState:
 class Watched:
     """A swap whose thread is not started, with its metrics."""
 
-    def __init__(self, publisher: Any) -> None:
+    def __init__(self, publisher):
         self.registry = CollectorRegistry()
         self.taken = 0
         self.metrics = ServingMetrics(self.registry)
         self.now = 0.0
         self.swap = VersionSwapper(publisher.deployment, 8, self.metrics, self.count, self.fail, lambda: self.now)
 
-    def count(self) -> None:
+    def count(self):
         self.taken += 1
 
-    def fail(self, exc: BaseException) -> None:
+    def fail(self, exc):
         raise exc
 
-    def poll(self) -> int | None:
+    def poll(self):
         self.swap.poll()
         return self.swap.current.number if self.swap.current else None
 
-    def poll_later(self) -> int | None:
+    def poll_later(self):
         """Poll when every version that failed for now may be tried again."""
         self.now += 30
         return self.poll()
 
-    def refused(self) -> float:
+    def refused(self):
         return self.registry.get_sample_value("anabranch_serving_swaps_total", {"outcome": "refused"}) or 0
 
 
 @pytest.fixture
-def watched(numbers: Any) -> Watched:
+def watched(numbers):
     return Watched(numbers)
 
 
-def test_the_newest_version_is_taken_and_state_json_names_it_and_the_one_before(numbers: Any, watched: Watched) -> None:
+def test_the_newest_version_is_taken_and_state_json_names_it_and_the_one_before(numbers, watched):
     assert watched.poll() is None
     numbers.publish(1)
     numbers.publish(2)
@@ -101,7 +101,7 @@ def test_the_newest_version_is_taken_and_state_json_names_it_and_the_one_before(
     assert watched.registry.get_sample_value("anabranch_serving_swaps_total", {"outcome": "swapped"}) == 2
 
 
-def test_a_version_answers_with_its_weights(numbers: Any, watched: Watched) -> None:
+def test_a_version_answers_with_its_weights(numbers, watched):
     numbers.publish(5)
     watched.poll()
     assert watched.swap.current is not None
@@ -110,7 +110,7 @@ def test_a_version_answers_with_its_weights(numbers: Any, watched: Watched) -> N
     assert outputs["prediction"].dtype == np.float32
 
 
-def test_a_restart_keeps_the_previous_version_and_what_others_wrote_into_state_json(numbers: Any) -> None:
+def test_a_restart_keeps_the_previous_version_and_what_others_wrote_into_state_json(numbers):
     numbers.publish(1)
     numbers.publish(2)
     numbers.versions.write_state(RegistryState(serving=2, previous=1, promoted=2, rolled_back=[9]))
@@ -119,13 +119,13 @@ def test_a_restart_keeps_the_previous_version_and_what_others_wrote_into_state_j
 
 
 @pytest.mark.slow
-def test_a_rollout_command_waits_for_others_that_change_the_state(numbers: Any) -> None:
+def test_a_rollout_command_waits_for_others_that_change_the_state(numbers):
     numbers.publish(1)
     one, other = Watched(numbers), Watched(numbers)
     assert (one.poll(), other.poll()) == (1, 1)
     applied = threading.Event()
 
-    def order() -> None:
+    def order():
         one.swap.apply(pin, 1)
         applied.set()
 
@@ -139,7 +139,7 @@ def test_a_rollout_command_waits_for_others_that_change_the_state(numbers: Any) 
     assert state_of(numbers) == RegistryState(serving=1, pinned=1, rolled_back=[9])
 
 
-def test_two_workers_write_one_state_and_the_slower_one_reverts_nothing(numbers: Any) -> None:
+def test_two_workers_write_one_state_and_the_slower_one_reverts_nothing(numbers):
     numbers.publish(1)
     one, other, late = Watched(numbers), Watched(numbers), Watched(numbers)
     assert (one.poll(), other.poll(), late.poll()) == (1, 1, 1)
@@ -161,7 +161,7 @@ def test_two_workers_write_one_state_and_the_slower_one_reverts_nothing(numbers:
     assert state_of(numbers) == RegistryState(serving=2, previous=3, rolled_back=[3])
 
 
-def test_a_version_waits_for_its_verdict_and_is_not_taken_on_fail(numbers: Any, watched: Watched) -> None:
+def test_a_version_waits_for_its_verdict_and_is_not_taken_on_fail(numbers, watched):
     numbers.publish(1, verdict="pass")
     numbers.publish(2, verdict="fail")
     verdict = numbers.publish(3) / VERDICT
@@ -174,13 +174,11 @@ def test_a_version_waits_for_its_verdict_and_is_not_taken_on_fail(numbers: Any, 
     assert watched.refused() == 0
 
 
-def fail(numbers: Any, number: int) -> None:
+def fail(numbers, number):
     numbers.versions.write_verdict(number, Verdict("fail", ["the watch found it worse"]))
 
 
-def test_a_served_version_that_fails_later_is_replaced_by_the_newest_older_one_that_has_not(
-    numbers: Any, watched: Watched
-) -> None:
+def test_a_served_version_that_fails_later_is_replaced_by_the_newest_older_one_that_has_not(numbers, watched):
     numbers.publish(1)
     numbers.publish(2)
     numbers.publish(3, verdict="fail")
@@ -196,7 +194,7 @@ def test_a_served_version_that_fails_later_is_replaced_by_the_newest_older_one_t
     assert watched.poll() == 5
 
 
-def test_a_version_that_fails_stays_served_while_there_is_no_other(numbers: Any, watched: Watched) -> None:
+def test_a_version_that_fails_stays_served_while_there_is_no_other(numbers, watched):
     numbers.publish(1)
     watched.poll()
     fail(numbers, 1)
@@ -207,9 +205,7 @@ def test_a_version_that_fails_stays_served_while_there_is_no_other(numbers: Any,
     assert watched.swap.problems == []
 
 
-def test_a_rollback_goes_to_the_version_served_before_and_what_came_since_is_not_taken(
-    numbers: Any, watched: Watched
-) -> None:
+def test_a_rollback_goes_to_the_version_served_before_and_what_came_since_is_not_taken(numbers, watched):
     numbers.publish(1)
     assert watched.poll() == 1
     for number in (2, 3, 4):
@@ -226,7 +222,7 @@ def test_a_rollback_goes_to_the_version_served_before_and_what_came_since_is_not
     assert watched.poll() == 6
 
 
-def test_a_rollback_goes_to_the_version_that_was_named_whatever_its_verdict(numbers: Any, watched: Watched) -> None:
+def test_a_rollback_goes_to_the_version_that_was_named_whatever_its_verdict(numbers, watched):
     numbers.publish(1)
     numbers.publish(2, verdict="fail")
     numbers.publish(3)
@@ -242,7 +238,7 @@ def test_a_rollback_goes_to_the_version_that_was_named_whatever_its_verdict(numb
     assert watched.poll() == 5
 
 
-def test_a_version_that_cannot_be_loaded_is_not_rolled_back_to(numbers: Any, watched: Watched) -> None:
+def test_a_version_that_cannot_be_loaded_is_not_rolled_back_to(numbers, watched):
     numbers.publish(1, schema="0" * 64)
     numbers.publish(2)
     assert watched.poll() == 2
@@ -252,7 +248,7 @@ def test_a_version_that_cannot_be_loaded_is_not_rolled_back_to(numbers: Any, wat
     assert (watched.poll(), numbers.versions.state()) == (2, before)
 
 
-def test_a_rejected_version_alone_is_not_served_again(numbers: Any, watched: Watched) -> None:
+def test_a_rejected_version_alone_is_not_served_again(numbers, watched):
     for number in (1, 2, 3):
         numbers.publish(number)
     assert watched.poll() == 3
@@ -274,13 +270,11 @@ def test_a_rejected_version_alone_is_not_served_again(numbers: Any, watched: Wat
         (RegistryState(), None),
     ],
 )
-def test_a_rollback_without_a_target_returns_to_what_was_served_before(
-    state: RegistryState, before: int | None
-) -> None:
+def test_a_rollback_without_a_target_returns_to_what_was_served_before(state, before):
     assert version_before(state, [1, 2, 3, 4]) == before
 
 
-def test_a_version_that_is_not_served_is_rejected_before_its_turn(numbers: Any, watched: Watched) -> None:
+def test_a_version_that_is_not_served_is_rejected_before_its_turn(numbers, watched):
     numbers.publish(1)
     watched.poll()
     numbers.publish(2)
@@ -290,9 +284,7 @@ def test_a_version_that_is_not_served_is_rejected_before_its_turn(numbers: Any, 
     assert watched.poll() == 3
 
 
-def test_a_promoted_version_is_served_whatever_its_verdict_until_a_newer_one_passes(
-    numbers: Any, watched: Watched
-) -> None:
+def test_a_promoted_version_is_served_whatever_its_verdict_until_a_newer_one_passes(numbers, watched):
     numbers.publish(1)
     numbers.publish(2, verdict="fail")
     numbers.publish(3)
@@ -306,7 +298,7 @@ def test_a_promoted_version_is_served_whatever_its_verdict_until_a_newer_one_pas
     assert watched.poll() == 5
 
 
-def test_a_pinned_version_is_served_and_no_other_until_it_is_unpinned(numbers: Any, watched: Watched) -> None:
+def test_a_pinned_version_is_served_and_no_other_until_it_is_unpinned(numbers, watched):
     numbers.publish(1)
     numbers.publish(2)
     assert watched.poll() == 2
@@ -322,7 +314,7 @@ def test_a_pinned_version_is_served_and_no_other_until_it_is_unpinned(numbers: A
     assert watched.poll() == 3
 
 
-def test_what_was_promoted_and_is_pinned_later_is_unpinned(numbers: Any, watched: Watched) -> None:
+def test_what_was_promoted_and_is_pinned_later_is_unpinned(numbers, watched):
     numbers.publish(1)
     numbers.publish(2)
     watched.poll()
@@ -343,9 +335,7 @@ _ACTIONS = st.tuples(st.sampled_from([*_COMMANDS, "pass", "fail"]), st.integers(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(_ACTIONS, max_size=12))
-def test_rollout_commands_in_any_sequence_are_applied_or_change_nothing(
-    deploy_in: Any, actions: list[tuple[str, int]]
-) -> None:
+def test_rollout_commands_in_any_sequence_are_applied_or_change_nothing(deploy_in, actions):
     with tempfile.TemporaryDirectory() as folder:
         numbers = deploy_in("number", Path(folder))
         watched, newest = Watched(numbers), 0
@@ -370,7 +360,7 @@ def test_rollout_commands_in_any_sequence_are_applied_or_change_nothing(
             assert after.promoted not in after.rolled_back
 
 
-def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers: Any, watched: Watched) -> None:
+def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers, watched):
     numbers.publish(1)
     watched.poll()
     numbers.publish(2, schema="0" * 64, verdict="fail")
@@ -385,7 +375,7 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers: Any, watch
     assert not any("pinned" in sentence for sentence in watched.swap.problems)
 
 
-def test_a_pinned_version_that_was_deleted_is_a_problem(numbers: Any, watched: Watched) -> None:
+def test_a_pinned_version_that_was_deleted_is_a_problem(numbers, watched):
     numbers.publish(1)
     numbers.versions.write_state(RegistryState(pinned=7))
     assert watched.poll() is None
@@ -397,7 +387,7 @@ def test_a_pinned_version_that_was_deleted_is_a_problem(numbers: Any, watched: W
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from([promote, reject, roll_back, pin, unpin]), st.integers(1, 9)), max_size=12))
-def test_orders_name_versions_that_are_there_and_no_two_go_against_each_other(orders: list[tuple[Any, int]]) -> None:
+def test_orders_name_versions_that_are_there_and_no_two_go_against_each_other(orders):
     state, there = RegistryState(serving=8, previous=5), [1, 2, 4, 5, 7, 8]
     for order, number in orders:
         try:
@@ -412,29 +402,27 @@ def test_orders_name_versions_that_are_there_and_no_two_go_against_each_other(or
         state = after
 
 
-def tear_manifest(version: Path) -> None:
+def tear_manifest(version):
     content = (version / MANIFEST).read_bytes()
     (version / MANIFEST).write_bytes(content[: len(content) // 2])
 
 
-def flip_a_bit(version: Path) -> None:
+def flip_a_bit(version):
     content = bytearray((version / WEIGHTS).read_bytes())
     content[-1] ^= 1
     (version / WEIGHTS).write_bytes(content)
 
 
-def lose_weights(version: Path) -> None:
+def lose_weights(version):
     (version / WEIGHTS).unlink()
 
 
-def tear_verdict(version: Path) -> None:
+def tear_verdict(version):
     (version / VERDICT).write_bytes(b'{"verdict": "pa')
 
 
 @pytest.mark.parametrize("damage", [tear_manifest, flip_a_bit, lose_weights, tear_verdict])
-def test_a_damaged_version_is_refused_once_and_the_next_best_is_taken(
-    numbers: Any, watched: Watched, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_version_is_refused_once_and_the_next_best_is_taken(numbers, watched, damage, caplog):
     numbers.publish(1)
     damage(numbers.publish(2))
     with caplog.at_level(logging.WARNING):
@@ -447,25 +435,25 @@ def test_a_damaged_version_is_refused_once_and_the_next_best_is_taken(
     assert watched.swap.problems == []
 
 
-def raises(error: BaseException) -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> Any:
+def raises(error):
+    def fail(*_, **__):
         raise error
 
     return fail
 
 
 @contextlib.contextmanager
-def away(error: BaseException, name: str, below: str = "", method: str = "read") -> Iterator[None]:
+def away(error, name, below="", method="read"):
     """Fail to read (or to stat) files of this name, in directories whose names begin with `below`."""
-    real = getattr(LocalFolder, method)
+    real = getattr(Folder, method)
 
-    def fail(folder: LocalFolder, asked: str, *more: Any) -> Any:
+    def fail(folder, asked, *more):
         if asked == name and folder.path.name.startswith(below):
             raise error
         return real(folder, asked, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalFolder, method, fail)
+        patch.setattr(Folder, method, fail)
         yield
 
 
@@ -486,8 +474,8 @@ OUT_OF_MEMORY = [
     ids=repr,
 )
 def test_a_version_that_is_away_is_taken_when_it_is_back_and_the_served_one_stays_meanwhile(
-    numbers: Any, watched: Watched, name: str, error: Exception
-) -> None:
+    numbers, watched, name, error
+):
     numbers.publish(1)
     assert watched.poll() == 1
     numbers.publish(2)
@@ -500,7 +488,7 @@ def test_a_version_that_is_away_is_taken_when_it_is_back_and_the_served_one_stay
     assert watched.swap.problems == []
 
 
-def test_a_version_of_which_not_even_the_age_can_be_read_is_tried_again(numbers: Any, watched: Watched) -> None:
+def test_a_version_of_which_not_even_the_age_can_be_read_is_tried_again(numbers, watched):
     numbers.publish(1)
     numbers.publish(2)
     with away(TRANSIENT[0], WEIGHTS, below="2", method="stamp"):
@@ -510,9 +498,7 @@ def test_a_version_of_which_not_even_the_age_can_be_read_is_tried_again(numbers:
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
 @pytest.mark.parametrize("where", ["load_state_dict", "warm-up"])
-def test_a_version_for_which_there_was_no_memory_is_taken_when_there_is(
-    numbers: Any, watched: Watched, where: str, error: Exception
-) -> None:
+def test_a_version_for_which_there_was_no_memory_is_taken_when_there_is(numbers, watched, where, error):
     numbers.publish(1)
     assert watched.poll() == 1
     numbers.publish(2)
@@ -528,9 +514,7 @@ def test_a_version_for_which_there_was_no_memory_is_taken_when_there_is(
     assert (watched.refused(), watched.swap.problems) == (0, [])
 
 
-def test_cached_memory_is_freed_before_a_version_is_tried_again_also_at_a_first_start(
-    numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_memory_is_freed_before_a_version_is_tried_again_also_at_a_first_start(numbers, watched, monkeypatch):
     did: list[object] = []
     monkeypatch.setattr(candidate_loader, "free_cached_memory", did.append)
     numbers.publish(1)
@@ -542,14 +526,12 @@ def test_cached_memory_is_freed_before_a_version_is_tried_again_also_at_a_first_
     assert did == ["load", device, "load", device]
 
 
-def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom(
-    numbers: Any, watched: Watched
-) -> None:
+def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom(numbers, watched):
     numbers.publish(1)
     tries: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "serving.rollout.candidate_loader.load_version",
+            "anabranch.serving.rollout.candidate_loader.load_version",
             lambda *_: tries.append(watched.now) or raises(TRANSIENT[0])(),
         )
         for tenth in range(1200):
@@ -564,7 +546,7 @@ def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom
     assert watched.poll() == 1
 
 
-def test_an_unreadable_version_that_is_deleted_or_fails_is_no_longer_reported(numbers: Any, watched: Watched) -> None:
+def test_an_unreadable_version_that_is_deleted_or_fails_is_no_longer_reported(numbers, watched):
     numbers.publish(1)
     watched.poll()
     numbers.publish(2)
@@ -578,7 +560,7 @@ def test_an_unreadable_version_that_is_deleted_or_fails_is_no_longer_reported(nu
     assert watched.swap._retries.next() is None
 
 
-def test_what_is_damaged_is_refused_until_its_files_are_replaced(numbers: Any, watched: Watched) -> None:
+def test_what_is_damaged_is_refused_until_its_files_are_replaced(numbers, watched):
     numbers.publish(1)
     whole = (numbers.publish(2) / WEIGHTS).read_bytes()
     flip_a_bit(numbers.versions.directory(2))
@@ -588,7 +570,7 @@ def test_what_is_damaged_is_refused_until_its_files_are_replaced(numbers: Any, w
     assert watched.poll() == 2
 
 
-def test_an_order_for_a_version_that_is_away_is_refused_with_the_reason(numbers: Any, watched: Watched) -> None:
+def test_an_order_for_a_version_that_is_away_is_refused_with_the_reason(numbers, watched):
     numbers.publish(1)
     numbers.publish(2)
     assert watched.poll() == 2
@@ -602,16 +584,14 @@ def test_an_order_for_a_version_that_is_away_is_refused_with_the_reason(numbers:
     assert watched.poll() == 1
 
 
-def test_a_start_at_which_all_versions_are_away_comes_up_by_itself(
-    numbers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_at_which_all_versions_are_away_comes_up_by_itself(numbers, monkeypatch):
     for name in ("POLL_EVERY", "POLL_ANYWAY"):
         monkeypatch.setattr(notice, name, timedelta(hours=1))
     for name in ("_FIRST", "_LONGEST"):
         monkeypatch.setattr(retry, name, timedelta(milliseconds=1))
     real, failures, taken = served.ServedVersion.run, iter(range(12)), threading.Event()
 
-    def run(version: ServedVersion, *arguments: Any) -> Any:
+    def run(version, *arguments):
         if next(failures, None) is not None:
             raise OSError(errno.EIO, "Input/output error")
         return real(version, *arguments)
@@ -625,7 +605,7 @@ def test_a_start_at_which_all_versions_are_away_comes_up_by_itself(
     assert swap.current is not None
 
 
-def test_versions_that_failed_and_are_deleted_take_no_memory(numbers: Any, watched: Watched) -> None:
+def test_versions_that_failed_and_are_deleted_take_no_memory(numbers, watched):
     numbers.publish(1)
     watched.poll()
     for number in range(2, 30):
@@ -635,7 +615,7 @@ def test_versions_that_failed_and_are_deleted_take_no_memory(numbers: Any, watch
     assert len(watched.swap._loader._unsuitable) <= 3
 
 
-def test_a_directory_without_manifest_does_not_exist(numbers: Any, watched: Watched) -> None:
+def test_a_directory_without_manifest_does_not_exist(numbers, watched):
     numbers.publish(1)
     (numbers.publish(2) / MANIFEST).unlink()
     assert watched.poll() == 1
@@ -657,9 +637,7 @@ def test_a_directory_without_manifest_does_not_exist(numbers: Any, watched: Watc
         ),
     ],
 )
-def test_a_version_that_does_not_fit_is_refused(
-    numbers: Any, watched: Watched, changes: dict[str, Any], sentence: str
-) -> None:
+def test_a_version_that_does_not_fit_is_refused(numbers, watched, changes, sentence):
     numbers.publish(1)
     watched.poll()
     numbers.publish(2, **changes)
@@ -670,7 +648,7 @@ def test_a_version_that_does_not_fit_is_refused(
     assert re.search(sentence, problem), problem
 
 
-def test_a_factory_that_raises_refuses_the_version_and_nothing_else(deploy: Callable[..., Any]) -> None:
+def test_a_factory_that_raises_refuses_the_version_and_nothing_else(deploy):
     publisher = deploy("broken")
     watched = Watched(publisher)
     publisher.publish(1)
@@ -679,13 +657,13 @@ def test_a_factory_that_raises_refuses_the_version_and_nothing_else(deploy: Call
     assert "the factory fails" in problem
 
 
-def test_a_copied_directory_is_refused(numbers: Any, watched: Watched) -> None:
+def test_a_copied_directory_is_refused(numbers, watched):
     shutil.copytree(numbers.publish(1), numbers.versions.directory(2))
     assert watched.poll() == 1
     assert watched.refused() == 1
 
 
-def test_a_stale_learners_version_is_refused(numbers: Any, watched: Watched) -> None:
+def test_a_stale_learners_version_is_refused(numbers, watched):
     numbers.publish(1, generation=2)
     assert watched.poll() == 1
     numbers.publish(2, generation=1)
@@ -694,7 +672,7 @@ def test_a_stale_learners_version_is_refused(numbers: Any, watched: Watched) -> 
     assert watched.poll() == 3
 
 
-def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any, watched: Watched) -> None:
+def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers, watched):
     numbers.publish(1, generation=1)
     numbers.publish(2, generation=2)
     numbers.publish(3, generation=2)
@@ -712,7 +690,7 @@ def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any,
     assert watched.poll() == 4, "a person may choose it all the same"
 
 
-def test_a_served_version_that_turns_out_to_be_a_stale_learners_yields(numbers: Any, watched: Watched) -> None:
+def test_a_served_version_that_turns_out_to_be_a_stale_learners_yields(numbers, watched):
     numbers.publish(1, generation=1)
     numbers.publish(4, generation=1)
     assert watched.poll() == 4
@@ -724,7 +702,7 @@ def test_a_served_version_that_turns_out_to_be_a_stale_learners_yields(numbers: 
     assert watched.poll() == 6
 
 
-def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numbers: Any, watched: Watched) -> None:
+def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numbers, watched):
     numbers.publish(1, offsets={"events:0": 5, "events:1": 7})
     assert watched.poll() == 1
     numbers.publish(2, offsets={"events:0": 6, "events:1": 6})
@@ -735,9 +713,7 @@ def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numb
     assert watched.poll() == 4
 
 
-def test_a_version_that_has_learned_less_replaces_one_that_failed_where_there_is_no_other(
-    numbers: Any, watched: Watched
-) -> None:
+def test_a_version_that_has_learned_less_replaces_one_that_failed_where_there_is_no_other(numbers, watched):
     numbers.publish(1, offsets={"events:0": 1000})
     assert watched.poll() == 1
     fail(numbers, 1)
@@ -746,7 +722,7 @@ def test_a_version_that_has_learned_less_replaces_one_that_failed_where_there_is
     assert watched.poll() == 2, "the learner has returned to a checkpoint from before what was undone"
 
 
-def test_a_topic_that_a_later_learner_no_longer_reads_withholds_no_version(numbers: Any, watched: Watched) -> None:
+def test_a_topic_that_a_later_learner_no_longer_reads_withholds_no_version(numbers, watched):
     numbers.publish(1, offsets={"old:0": 1000, "events:0": 1000, "events:1": 5}, generation=1)
     assert watched.poll() == 1
     numbers.publish(2, offsets={"events:0": 1000, "events:1": 5}, generation=1)
@@ -759,7 +735,7 @@ def test_a_topic_that_a_later_learner_no_longer_reads_withholds_no_version(numbe
     assert watched.poll() == 5
 
 
-def test_a_recreated_topic_may_begin_again(numbers: Any, watched: Watched) -> None:
+def test_a_recreated_topic_may_begin_again(numbers, watched):
     numbers.publish(1, offsets={"events:0": 5})
     watched.poll()
     numbers.publish(2, offsets={"events:0": 0}, incarnation=1)
@@ -769,12 +745,12 @@ def test_a_recreated_topic_may_begin_again(numbers: Any, watched: Watched) -> No
 COUNT = "anabranch_serving_freshness_duration_seconds_count"
 
 
-def newly_trained(rows: int, *ages: float) -> NewlyTrained:
+def newly_trained(rows, *ages):
     now = time.time()
     return NewlyTrained(rows, [int(1000 * (now - age)) for age in ages])
 
 
-def test_freshness_counts_the_events_of_which_a_version_is_the_first_served_one(numbers: Any, watched: Watched) -> None:
+def test_freshness_counts_the_events_of_which_a_version_is_the_first_served_one(numbers, watched):
     numbers.publish(1, learned=newly_trained(1000, 90))
     watched.poll()
     assert watched.registry.get_sample_value(COUNT) == 0, "what was learned before this process began says nothing"
@@ -793,7 +769,7 @@ def test_freshness_counts_the_events_of_which_a_version_is_the_first_served_one(
     )
 
 
-def test_the_events_of_a_version_that_is_deleted_before_its_turn_are_not_lost(numbers: Any, watched: Watched) -> None:
+def test_the_events_of_a_version_that_is_deleted_before_its_turn_are_not_lost(numbers, watched):
     numbers.publish(1)
     watched.poll()
     numbers.publish(2, learned=newly_trained(10, 0.1), verdict="fail")
@@ -804,7 +780,7 @@ def test_the_events_of_a_version_that_is_deleted_before_its_turn_are_not_lost(nu
     assert watched.registry.get_sample_value(COUNT) == 15
 
 
-def test_a_version_without_learned_events_or_with_a_torn_list_is_served(numbers: Any, watched: Watched) -> None:
+def test_a_version_without_learned_events_or_with_a_torn_list_is_served(numbers, watched):
     numbers.publish(1)
     watched.poll()
     numbers.publish(2, learned=None)
@@ -818,7 +794,7 @@ def test_a_version_without_learned_events_or_with_a_torn_list_is_served(numbers:
     assert watched.metrics.freshness_percentiles() == (None, None)
 
 
-def test_events_that_wait_for_many_versions_are_all_counted(numbers: Any, watched: Watched) -> None:
+def test_events_that_wait_for_many_versions_are_all_counted(numbers, watched):
     numbers.publish(1)
     watched.poll()
     for number in range(2, 102):
@@ -830,7 +806,7 @@ def test_events_that_wait_for_many_versions_are_all_counted(numbers: Any, watche
 
 
 @pytest.mark.slow
-def test_the_old_version_is_freed_with_its_last_reference(numbers: Any, watched: Watched) -> None:
+def test_the_old_version_is_freed_with_its_last_reference(numbers, watched):
     numbers.publish(1)
     watched.poll()
     assert watched.swap.current is not None
@@ -841,7 +817,7 @@ def test_the_old_version_is_freed_with_its_last_reference(numbers: Any, watched:
     assert gone() is None
 
 
-def test_a_state_file_that_cannot_be_written_is_a_problem_and_serving_continues(numbers: Any, watched: Watched) -> None:
+def test_a_state_file_that_cannot_be_written_is_a_problem_and_serving_continues(numbers, watched):
     numbers.publish(1)
     (numbers.versions.path / "state.json").mkdir()
     assert watched.poll() == 1
@@ -850,9 +826,7 @@ def test_a_state_file_that_cannot_be_written_is_a_problem_and_serving_continues(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")
-def test_a_version_and_a_verdict_are_taken_when_they_appear_not_at_the_next_poll(
-    numbers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_and_a_verdict_are_taken_when_they_appear_not_at_the_next_poll(numbers, monkeypatch):
     for name in ("POLL_EVERY", "POLL_ANYWAY"):
         monkeypatch.setattr(notice, name, timedelta(hours=1))
     taken: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -873,19 +847,17 @@ def test_a_version_and_a_verdict_are_taken_when_they_appear_not_at_the_next_poll
         assert swap.current.number == 4
 
 
-def test_a_version_is_warmed_up_on_what_the_schema_allows(deploy: Callable[..., Any]) -> None:
+def test_a_version_is_warmed_up_on_what_the_schema_allows(deploy):
     publisher = deploy("monthly")
     publisher.publish(1, weights={"effect.weight": torch.ones(12, 3)})
     assert Watched(publisher).poll() == 1
 
 
-def test_the_first_version_is_warmed_up_on_batches_of_all_sizes_and_the_next_on_the_ends(
-    numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_version_is_warmed_up_on_batches_of_all_sizes_and_the_next_on_the_ends(numbers, watched, monkeypatch):
     rows: list[int] = []
     run = ServedVersion.run
 
-    def noting(version: ServedVersion, features: Any, *more: Any) -> Any:
+    def noting(version, features, *more):
         rows.append(len(features["x"]))
         return run(version, features, *more)
 
@@ -901,8 +873,8 @@ def test_the_first_version_is_warmed_up_on_batches_of_all_sizes_and_the_next_on_
 
 
 def test_a_slow_model_is_served_before_all_sizes_are_warm_which_go_on_with_the_next_versions_on_a_device(
-    numbers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    numbers, monkeypatch
+):
     monkeypatch.setattr(served, "_WARM_UP", timedelta(0))
     with CudaRecorder():
         numbers.deployment = dataclasses.replace(numbers.deployment, device=torch.device("cuda", 0))
@@ -913,7 +885,7 @@ def test_a_slow_model_is_served_before_all_sizes_are_warm_which_go_on_with_the_n
             assert numbers.deployment.template.warmed[0] == {*range(2, min(number + 2, 8)), 8}
 
 
-def test_a_version_is_loaded_in_pieces_before_each_of_which_requests_may_run(numbers: Any) -> None:
+def test_a_version_is_loaded_in_pieces_before_each_of_which_requests_may_run(numbers):
     numbers.publish(1)
     deployment, versions = numbers.deployment, numbers.versions
     pieces: list[str] = []
@@ -935,7 +907,7 @@ def test_a_version_is_loaded_in_pieces_before_each_of_which_requests_may_run(num
 
 
 @pytest.mark.slow
-def test_a_version_is_served_though_requests_always_wait(numbers: Any) -> None:
+def test_a_version_is_served_though_requests_always_wait(numbers):
     asked: list[None] = []
     parts = (numbers.deployment, 8, ServingMetrics(CollectorRegistry()), lambda: None, pytest.fail)
     swap = VersionSwapper(*parts, is_idle=lambda: bool(asked.append(None)))  # type: ignore[func-returns-value]
@@ -944,9 +916,7 @@ def test_a_version_is_served_though_requests_always_wait(numbers: Any) -> None:
     assert asked
 
 
-def test_the_factory_is_called_once_and_versions_share_no_weights(
-    numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_factory_is_called_once_and_versions_share_no_weights(numbers, watched, monkeypatch):
     built: list[object] = []
     build = deployment.build_on_device
     monkeypatch.setattr(deployment, "build_on_device", lambda *arguments: built.append(arguments) or build(*arguments))
@@ -960,7 +930,7 @@ def test_the_factory_is_called_once_and_versions_share_no_weights(
     assert first.run({"x": np.zeros((1, 4), np.float32)})["prediction"].tolist() == [1]
 
 
-def test_the_thread_takes_a_version_and_ends_with_its_context(numbers: Any) -> None:
+def test_the_thread_takes_a_version_and_ends_with_its_context(numbers):
     taken = threading.Event()
     bugs: list[BaseException] = []
     swap = VersionSwapper(numbers.deployment, 8, ServingMetrics(CollectorRegistry()), taken.set, bugs.append)
@@ -972,14 +942,12 @@ def test_the_thread_takes_a_version_and_ends_with_its_context(numbers: Any) -> N
     assert not bugs
 
 
-def test_the_device_is_the_cpu_where_no_other_is_configured_or_exists() -> None:
+def test_the_device_is_the_cpu_where_no_other_is_configured_or_exists():
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_a_version_that_fails_on_one_row_is_refused_with_the_number_of_rows_and_the_line(
-    deploy: Callable[..., Any],
-) -> None:
+def test_a_version_that_fails_on_one_row_is_refused_with_the_number_of_rows_and_the_line(deploy):
     publisher = deploy("squeezed")
     watched = Watched(publisher)
     publisher.publish(1)
@@ -989,18 +957,16 @@ def test_a_version_that_fails_on_one_row_is_refused_with_the_number_of_rows_and_
     assert re.search(r"test_models\.py, line \d+\)$", sentence)
 
 
-def test_a_model_that_fails_on_a_single_event_is_refused_as_by_the_learner(deploy: Callable[..., Any]) -> None:
+def test_a_model_that_fails_on_a_single_event_is_refused_as_by_the_learner(deploy):
     with pytest.raises(ModelError, match=r"the model fails on a single event, x \[1, 4\].*IndexError"):
         deploy("pooled").deployment.check()
 
 
-def test_a_command_that_cannot_be_saved_for_now_may_be_sent_again(
-    numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_cannot_be_saved_for_now_may_be_sent_again(numbers, watched, monkeypatch):
     numbers.publish(1)
     assert watched.poll() == 1
 
-    def no_descriptor(*_: object) -> None:
+    def no_descriptor(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:

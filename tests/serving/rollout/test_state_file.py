@@ -1,13 +1,11 @@
 """`state.json`: which versions have served, of all workers, in their order."""
 
-from pathlib import Path
-
-from learner.state_dir.version import RegistryState, Versions
-from serving.rollout.eligibility import ServingPolicy
-from serving.rollout.state_file import _MOST_RECENT, StateFile
+from anabranch.learner.versions.format import RegistryState, Versions
+from anabranch.serving.rollout.eligibility import ServingPolicy
+from anabranch.serving.rollout.state_file import _MOST_RECENT, StateFile
 
 
-def test_it_names_the_versions_that_served_most_recently(tmp_path: Path) -> None:
+def test_it_names_the_versions_that_served_most_recently(tmp_path):
     versions = Versions(tmp_path)
     workers = [StateFile(versions, ServingPolicy(versions)) for _ in range(2)]
     for previous, number in [(None, 1), (1, 2), (2, 4), (4, 2)]:
@@ -21,7 +19,7 @@ def test_it_names_the_versions_that_served_most_recently(tmp_path: Path) -> None
     assert versions.state().recent == [*range(5 + _MOST_RECENT, 5 + 2 * _MOST_RECENT)]
 
 
-def test_a_worker_that_is_late_to_pin_withdraws_no_version(tmp_path: Path) -> None:
+def test_a_worker_that_is_late_to_pin_withdraws_no_version(tmp_path):
     """It chose while one was pinned, and writes after another worker has unpinned it."""
     versions = Versions(tmp_path)
     worker = StateFile(versions, ServingPolicy(versions))

@@ -1,7 +1,5 @@
 """Intercepts of groups: their closed form, their prior, and their table."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -9,29 +7,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from ingest.feature_settings import LearnedVocabulary
-from learner.compatibility import conflicts, facts
-from learner.config import LearnerSettings, ModelSettings
-from learner.model.factory import forward
-from learner.model.features.intercept import GroupIntercept, Residual, residual_of
-from learner.model.features.learned import attach_features, features_of
-from learner.model.task import Classification, MultiLabel, Regression, Task
-from replay.config import ReplaySettings
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.features import LearnedVocabulary
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.factory import forward
+from anabranch.learner.model.features.intercept import GroupIntercept, Residual, residual_of
+from anabranch.learner.model.features.learned import FeatureLearning, features_of
+from anabranch.learner.model.features.vocabulary import VocabularyTable
+from anabranch.learner.model.task import Classification, MultiLabel, Regression
+from anabranch.learner.settings.compatibility import conflicts
+from anabranch.learner.settings.model import ModelSettings
+from tests.support.facts import facts_of
 
 CPU = torch.device("cpu")
 
 
-def table(rows: int = 64, width: int = 1, **more: Any) -> GroupIntercept:
+def table(rows=64, width=1, **more):
     return GroupIntercept(LearnedVocabulary.model_validate({"learn": rows, "min_count": 1, **more}), width)
 
 
-def keys_of(*keys: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def keys_of(*keys):
     return np.array(keys, np.int64)
 
 
-def observe(found: GroupIntercept, keys: list[int], values: list[float], time_ms: int = 0) -> None:
+def observe(found, keys, values, time_ms=0):
     """Learn from events whose distance from the shared model's output is known, as a regression does."""
     shared_B = torch.tensor(values)[:, None]
     residual = shared_B - found(torch.tensor(keys))
@@ -46,9 +46,7 @@ def observe(found: GroupIntercept, keys: list[int], values: list[float], time_ms
         (Regression(), torch.tensor([1.5, -2.0, 0.0]), 0.5),  # and this one has no factor 1/2
     ],
 )
-def test_a_residual_is_minus_the_gradient_of_the_loss_and_information_its_curvature(
-    task: Task, label: Tensor, scale: float
-) -> None:
+def test_a_residual_is_minus_the_gradient_of_the_loss_and_information_its_curvature(task, label, scale):
     width = 1 if isinstance(task, Regression) else 3
     output = torch.randn(3, width, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(task.loss(output, label).sum(), output)
@@ -64,9 +62,7 @@ def test_a_residual_is_minus_the_gradient_of_the_loss_and_information_its_curvat
     st.lists(st.tuples(st.integers(0, 9), st.integers(-8, 8)), min_size=1, max_size=60),
     st.lists(st.integers(1, 7), min_size=60, max_size=60),
 )
-def test_an_intercept_is_the_shrunk_mean_of_its_group_however_events_are_batched(
-    events: list[tuple[int, int]], sizes: list[int]
-) -> None:
+def test_an_intercept_is_the_shrunk_mean_of_its_group_however_events_are_batched(events, sizes):
     found, begin = table(), 0
     for size in sizes:
         some = events[begin : begin + size]
@@ -80,7 +76,7 @@ def test_an_intercept_is_the_shrunk_mean_of_its_group_however_events_are_batched
         assert float(found(torch.tensor([key]))) == pytest.approx(expected, abs=1e-4)
 
 
-def test_an_intercept_of_events_that_are_taken_back_has_the_sums_of_their_labels() -> None:
+def test_an_intercept_of_events_that_are_taken_back_has_the_sums_of_their_labels():
     output_B, keys, weight_B = torch.tensor([[0.3, 0.1], [0.0, 1.0], [2.0, 0.0]]), keys_of(5, 6, 5), torch.ones(3)
     found, expected = table(width=2), table(width=2)
     residuals = [residual_of(Classification(), output_B, label_B) for label_B in torch.tensor([[0, 0, 0], [1, 0, 1]])]
@@ -94,7 +90,7 @@ def test_an_intercept_of_events_that_are_taken_back_has_the_sums_of_their_labels
     assert torch.allclose(found.get_buffer("score"), expected.get_buffer("score"))
 
 
-def test_a_group_of_which_nothing_is_known_has_the_prior() -> None:
+def test_a_group_of_which_nothing_is_known_has_the_prior():
     found = table(min_count=3)
     observe(found, [7, 7], [5.0, 5.0])
     assert not found(torch.tensor([7, 8])).any()  # 7 has no row yet, and shares one
@@ -104,7 +100,8 @@ def test_a_group_of_which_nothing_is_known_has_the_prior() -> None:
     assert not found.get_buffer("score")[: found.table.shared].any()
 
 
-def test_a_row_of_an_evicted_or_expired_group_starts_again() -> None:
+@pytest.mark.slow
+def test_a_row_of_an_evicted_or_expired_group_starts_again():
     found = table(rows=8, expire="1s")
     for step in range(12):
         observe(found, [1, 2], [4.0, -4.0], time_ms=10_000 + step)
@@ -120,7 +117,7 @@ def test_a_row_of_an_evicted_or_expired_group_starts_again() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_the_strength_of_the_prior_follows_how_much_groups_differ(spread: float) -> None:
+def test_the_strength_of_the_prior_follows_how_much_groups_differ(spread):
     generator = np.random.default_rng(0)
     found = table(rows=4096)
     first = float(found.get_buffer("log_strength"))
@@ -132,7 +129,7 @@ def test_the_strength_of_the_prior_follows_how_much_groups_differ(spread: float)
     assert last > first + 1 if spread == 0 else last < first - 1
 
 
-def test_what_is_not_finite_or_too_large_teaches_nothing() -> None:
+def test_what_is_not_finite_or_too_large_teaches_nothing():
     found = table()
     residual = torch.tensor([[float("nan")], [float("inf")], [3e30]])
     found.observe(keys_of(1, 2, 3), 0, Residual(residual, torch.ones(3, 1)), torch.ones(3))
@@ -141,7 +138,7 @@ def test_what_is_not_finite_or_too_large_teaches_nothing() -> None:
     assert found(torch.tensor([4])) > 0
 
 
-def test_weights_count_as_so_many_events() -> None:
+def test_weights_count_as_so_many_events():
     twice, heavy = table(), table()
     residual = torch.tensor([[3.0]])
     twice.observe(keys_of(1, 1), 0, Residual(residual.expand(2, 1), torch.ones(2, 1)), torch.ones(2))
@@ -159,7 +156,7 @@ def test_weights_count_as_so_many_events() -> None:
         ({"who": {"dtype": "int64", "encode": {"learn": 8}, "intercept": True}}, "the model gets no input"),
     ],
 )
-def test_what_is_no_group_of_one_event_is_refused(features: dict[str, Any], says: str) -> None:
+def test_what_is_no_group_of_one_event_is_refused(features, says):
     with pytest.raises(ValueError, match=says):
         SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}})
 
@@ -167,33 +164,33 @@ def test_what_is_no_group_of_one_event_is_refused(features: dict[str, Any], says
 @pytest.mark.parametrize(
     ("task", "refused"), [("my_task:build", True), ("token-classification", True), ("regression", False)]
 )
-def test_a_task_whose_residual_is_unknown_is_refused(task: str, refused: bool) -> None:
+def test_a_task_whose_residual_is_unknown_is_refused(task, refused):
     features = {"x": {"dtype": "float32"}, "who": {"dtype": "int64", "encode": {"learn": 8}, "intercept": True}}
     schema = SchemaSettings.model_validate({"features": features, "label": {"name": "y", "dtype": "float32"}})
     model = ModelSettings(factory="model:build", task=task)
-    found = list(conflicts(facts(LearnerSettings(), ReplaySettings(), model=model, schema=schema)))
+    found = list(conflicts(facts_of(model=model, schema=schema)))
     assert [key for key, _ in found] == ["model.task"] * refused
     assert not refused or f'model.task = "{task}" does not go with a feature of [schema] with intercept' in found[0][1]
 
 
 class Plain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         output: Tensor = self.linear(x)
         return output
 
 
-def test_a_model_gets_no_group_and_its_output_the_intercept() -> None:
+def test_a_model_gets_no_group_and_its_output_the_intercept():
     features = {
         "x": {"dtype": "float32", "shape": [3]},
         "who": {"dtype": "int64", "encode": {"learn": 16, "min_count": 1}, "intercept": True},
     }
     schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
     model = Plain()
-    attach_features(model, schema, CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, schema))
     x, who = torch.randn(4, 3), torch.tensor([1, 1, 2, 3])
     before = forward(model, {"x": x, "who": who})
     assert torch.equal(before, model.linear(x))
@@ -203,7 +200,7 @@ def test_a_model_gets_no_group_and_its_output_the_intercept() -> None:
     columns = {"feature.who": who.numpy(), "time_ms": np.zeros(4, np.int64), "weight": np.ones(4, np.float32)}
     learned.observe(columns, residual_of(Classification(), before, torch.from_numpy(label)))
     after = forward(model, {"x": x, "who": who})
-    assert torch.allclose(after - before, learned.intercepts["who"](who), atol=1e-6)
+    assert torch.allclose(after - before, learned.of(GroupIntercept)["who"](who), atol=1e-6)
     assert (after - before)[0].argmax() == 0
     assert torch.equal(forward(model, {"x": x, "who": who + 100}), before)
-    assert not learned.vocabularies
+    assert not learned.of(VocabularyTable)

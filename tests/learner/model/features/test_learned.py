@@ -1,38 +1,34 @@
 """What a model gets for raw features, through the hook on it."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.errors import ModelError
-from learner.model.factory import forward, sample
-from learner.model.features.learned import LearnedFeatures, attach_features, features_of
-from learner.model.features.numbers import LIMIT
-from learner.model.features.row_tables import row_tables
-from learner.model.features.vocabulary import Restarted
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.errors import ModelError
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.factory import forward, sample
+from anabranch.learner.model.features.learned import FeatureLearning, LearnedFeatures, features_of
+from anabranch.learner.model.features.numbers import LIMIT
+from anabranch.learner.model.features.row_tables import row_tables
 
 CPU = torch.device("cpu")
 
 
-def schema_of(features: Mapping[str, Any], cross: Mapping[str, Any] | None = None) -> Schema:
+def schema_of(features, cross=None):
     settings = {"features": features, "label": {"name": "y", "classes": 2}, "cross": cross or {}}
     return Schema(SchemaSettings.model_validate(settings))
 
 
-def transform(learned: LearnedFeatures, **columns: Any) -> dict[str, NDArray[Any]]:
+def transform(learned, **columns):
     inputs = learned.transform({name: torch.as_tensor(value) for name, value in columns.items()})
     return {name: value.numpy() for name, value in inputs.items()}
 
 
-def observe(learned: LearnedFeatures, **columns: Any) -> dict[str, Restarted]:
+def observe(learned, **columns):
     arrays = {f"feature.{name}": np.asarray(value) for name, value in columns.items()}
     rows = len(next(iter(arrays.values())))
     return learned.observe({**arrays, "time_ms": np.zeros(rows, np.int64), "label": np.zeros(rows)})
@@ -41,13 +37,13 @@ def observe(learned: LearnedFeatures, **columns: Any) -> dict[str, Restarted]:
 class Recorder(nn.Module):
     """Keeps the inputs that it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.embedding = nn.Embedding(4, 2)
         self.inputs: dict[str, Tensor] = {}
 
-    def forward(self, *positional: Tensor, **named: Tensor) -> Tensor:
+    def forward(self, *positional, **named):
         self.inputs = dict(enumerate(positional)) if positional else named  # type: ignore[arg-type]
         first = next(iter(self.inputs.values()))
         return self.layer(self.embedding(first) if first.dtype == torch.int64 else first)
@@ -58,14 +54,14 @@ STATE = ("count", "mean", "squares", "first", "anchor", "exponents")
 
 
 @pytest.mark.parametrize("scale", ["standard", "robust", "quantile"])
-def test_what_was_never_seen_is_zero_whatever_its_size(scale: str) -> None:
+def test_what_was_never_seen_is_zero_whatever_its_size(scale):
     learned = LearnedFeatures(schema_of({"x": {**FLOAT, "scale": scale}}))
     assert not transform(learned, x=np.array([[1e9, -3.0]], np.float32))["x"].any()
     observe(learned, x=np.full((5, 2), 7.0, np.float32))
     assert not transform(learned, x=np.full((1, 2), 7.0, np.float32))["x"].any()
 
 
-def test_standard_scaling_is_that_of_all_values_and_outliers_are_cut_off() -> None:
+def test_standard_scaling_is_that_of_all_values_and_outliers_are_cut_off():
     learned = LearnedFeatures(schema_of({"x": {**FLOAT, "scale": "standard"}}))
     values = np.random.default_rng(0).normal([5, -100], [2, 30], (500, 2)).astype(np.float32)
     for part in np.split(values, 20):
@@ -75,14 +71,14 @@ def test_standard_scaling_is_that_of_all_values_and_outliers_are_cut_off() -> No
     assert transform(learned, x=np.array([[1e30, -1e30]], np.float32))["x"].tolist() == [[LIMIT, -LIMIT]]
 
 
-def test_large_whole_numbers_keep_their_differences() -> None:
+def test_large_whole_numbers_keep_their_differences():
     learned = LearnedFeatures(schema_of({"x": {"dtype": "int64", "scale": "standard"}}))
     values = 10**15 + np.arange(-50, 50)
     observe(learned, x=values)
     np.testing.assert_allclose(transform(learned, x=values)["x"], (np.arange(-50, 50) + 0.5) / 28.866, atol=1e-3)
 
 
-def test_robust_scaling_ignores_outliers_and_quantiles_are_even() -> None:
+def test_robust_scaling_ignores_outliers_and_quantiles_are_even():
     random = np.random.default_rng(0)
     values = random.normal(3, 2, (2_000, 2)).astype(np.float32)
     values[::20] = 1e12
@@ -98,7 +94,7 @@ def test_robust_scaling_ignores_outliers_and_quantiles_are_even() -> None:
 
 
 @pytest.mark.parametrize(("scale", "filled"), [(None, 4.0), ("standard", 0.0), ("robust", 0.0), ("quantile", 0.0)])
-def test_a_missing_value_becomes_the_mean_or_the_median_and_counts_for_neither(scale: str, filled: float) -> None:
+def test_a_missing_value_becomes_the_mean_or_the_median_and_counts_for_neither(scale, filled):
     feature = {**FLOAT, "missing": "indicator"} | ({"scale": scale} if scale else {})
     learned = LearnedFeatures(schema_of({"x": feature}))
     column = np.array([[2, np.nan], [6, np.nan], [np.nan, np.nan], [4, np.nan]], np.float32)
@@ -109,7 +105,7 @@ def test_a_missing_value_becomes_the_mean_or_the_median_and_counts_for_neither(s
     assert np.isfinite(inputs["x"]).all()
 
 
-def test_a_missing_value_becomes_a_number_before_it_is_scaled() -> None:
+def test_a_missing_value_becomes_a_number_before_it_is_scaled():
     learned = LearnedFeatures(schema_of({"x": {**FLOAT, "missing": -1, "scale": "standard"}}))
     observe(learned, x=np.array([[1, 1], [3, 3]], np.float32))
     assert transform(learned, x=np.array([[np.nan, 2]], np.float32))["x"].tolist() == [[-3.0, 0.0]]
@@ -118,7 +114,7 @@ def test_a_missing_value_becomes_a_number_before_it_is_scaled() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "uint32", "float64"])
-def test_times_have_their_phase_in_each_cycle(dtype: str) -> None:
+def test_times_have_their_phase_in_each_cycle(dtype):
     learned = LearnedFeatures(schema_of({"t": {"dtype": dtype, "cycles": ["day", "week"]}}))
     week = 604_800
     found = transform(learned, t=np.array([0, 21_600, week // 2, 3000 * week + 21_600], dtype))["t"]
@@ -129,7 +125,7 @@ def test_times_have_their_phase_in_each_cycle(dtype: str) -> None:
     np.testing.assert_allclose(found[3], found[1], atol=1e-6)
 
 
-def test_a_cross_is_what_features_have_together_in_their_order() -> None:
+def test_a_cross_is_what_features_have_together_in_their_order():
     features = {name: {"dtype": "int64"} for name in ("a", "b")}
     learned = LearnedFeatures(
         schema_of(
@@ -149,11 +145,11 @@ def test_a_cross_is_what_features_have_together_in_their_order() -> None:
     assert list(found) == ["a", "b", "hashed", "learnt"]
 
 
-def test_the_hook_gives_a_model_its_inputs_and_keeps_the_names_of_its_tensors() -> None:
+def test_the_hook_gives_a_model_its_inputs_and_keeps_the_names_of_its_tensors():
     model = Recorder()
     before = set(model.state_dict())
     schema = schema_of({"x": {**FLOAT, "scale": "standard", "missing": "indicator"}})
-    attach_features(model, schema, CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, schema))
     forward(model, sample(schema, 3, CPU))
     assert list(model.inputs) == ["x", "x_missing"]
     assert set(model.state_dict()) - before == {
@@ -161,21 +157,21 @@ def test_the_hook_gives_a_model_its_inputs_and_keeps_the_names_of_its_tensors() 
         *(f"learned_features.feature_x.{name}" for name in ("shift", "factor", *(f"state.{each}" for each in STATE))),
     }
     one = Recorder()
-    attach_features(one, schema_of({"x": {**FLOAT, "scale": "standard"}}), CPU)
+    FeatureLearning().convert(one, ModelContext(CPU, schema_of({"x": {**FLOAT, "scale": "standard"}})))
     forward(one, {"x": torch.zeros(3, 2)})
     assert list(one.inputs) == [0]
 
 
-def test_a_model_of_a_schema_without_any_is_as_it_was() -> None:
+def test_a_model_of_a_schema_without_any_is_as_it_was():
     model = Recorder()
-    attach_features(model, schema_of({"x": FLOAT}), CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, schema_of({"x": FLOAT})))
     assert features_of(model) is None
     assert not model._forward_pre_hooks
 
 
-def test_what_is_learned_stays_on_the_host_in_float64_whatever_the_model_is_moved_to() -> None:
+def test_what_is_learned_stays_on_the_host_in_float64_whatever_the_model_is_moved_to():
     model = Recorder()
-    attach_features(model, schema_of({"x": {**FLOAT, "scale": "standard"}}), CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, schema_of({"x": {**FLOAT, "scale": "standard"}})))
     model.to("meta")
     learned = features_of(model)
     assert learned is not None
@@ -186,12 +182,12 @@ def test_what_is_learned_stays_on_the_host_in_float64_whatever_the_model_is_move
 class Ids(nn.Module):
     """An embedding of `learn = 4` rows, used as `use` says."""
 
-    def __init__(self, use: str = "", rows: int = 4) -> None:
+    def __init__(self, use="", rows=4):
         super().__init__()
         self.use, self.embedding = use, nn.Embedding(rows, 2)
         self.embedding.weight.requires_grad_(use != "frozen")
 
-    def forward(self, who: Tensor, other: Tensor | None = None) -> Tensor:
+    def forward(self, who, other=None):
         if self.use == "functional":
             return nn.functional.embedding(who, self.embedding.weight)
         if self.use == "both" and other is not None:
@@ -212,11 +208,11 @@ class Ids(nn.Module):
         ("", 5, ""),
     ],
 )
-def test_a_vocabulary_needs_an_embedding_whose_rows_can_start_again(use: str, rows: int, refusal: str) -> None:
+def test_a_vocabulary_needs_an_embedding_whose_rows_can_start_again(use, rows, refusal):
     feature = {"dtype": "int64", "encode": {"learn": 4}}
     schema = schema_of({"who": feature, "other": feature} if use == "both" else {"who": feature})
     model = Ids(use, rows)
-    attach_features(model, schema, CPU)
+    FeatureLearning().convert(model, ModelContext(CPU, schema))
     learned = features_of(model)
     assert learned is not None
     if not refusal:
@@ -229,7 +225,7 @@ def test_a_vocabulary_needs_an_embedding_whose_rows_can_start_again(use: str, ro
 
 @pytest.mark.parametrize("scale", ["standard", "robust", "quantile"])
 @pytest.mark.parametrize("outlier", [1e145, 1.7e308])
-def test_values_whose_square_no_float_holds_do_not_spoil_a_scale(scale: str, outlier: float) -> None:
+def test_values_whose_square_no_float_holds_do_not_spoil_a_scale(scale, outlier):
     learned = LearnedFeatures(schema_of({"x": {"dtype": "float64", "scale": scale}}))
     values = np.random.default_rng(0).normal(size=64)
     observe(learned, x=np.array([values[0], outlier, outlier, -outlier]))
@@ -243,7 +239,7 @@ def test_values_whose_square_no_float_holds_do_not_spoil_a_scale(scale: str, out
 @pytest.mark.parametrize(
     ("dtype", "value"), [("float64", 0.1), ("float32", 0.1), ("float32", -3.4e38), ("float32", 1e-42)]
 )
-def test_a_scale_of_values_that_are_all_the_same_or_nearly_is_finite(scale: str, dtype: str, value: float) -> None:
+def test_a_scale_of_values_that_are_all_the_same_or_nearly_is_finite(scale, dtype, value):
     learned = LearnedFeatures(schema_of({"x": {"dtype": dtype, "scale": scale}}))
     for rows in (7, 13, 64):
         observe(learned, x=np.full(rows, value, dtype))
@@ -254,7 +250,7 @@ def test_a_scale_of_values_that_are_all_the_same_or_nearly_is_finite(scale: str,
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float32", np.nan), ("float32", np.inf), ("float16", 1e6)])
-def test_what_replaces_a_missing_value_is_a_number_of_the_dtype(dtype: str, value: float) -> None:
+def test_what_replaces_a_missing_value_is_a_number_of_the_dtype(dtype, value):
     with pytest.raises(SettingsError, match=f"x.missing = {value!r} does not fit dtype {dtype}"):
         schema_of({"x": {"dtype": dtype, "missing": value}})
 
@@ -271,7 +267,7 @@ def test_what_replaces_a_missing_value_is_a_number_of_the_dtype(dtype: str, valu
         ({"dtype": "int64", "encode": {"hash": 4}}, "needs encode, and no other takes it"),
     ],
 )
-def test_a_feature_has_one_transformation_that_fits_its_dtype(feature: dict[str, Any], sentence: str) -> None:
+def test_a_feature_has_one_transformation_that_fits_its_dtype(feature, sentence):
     with pytest.raises(ValueError, match=sentence):
         schema_of({"x": feature})
 
@@ -280,14 +276,14 @@ def test_a_feature_has_one_transformation_that_fits_its_dtype(feature: dict[str,
     ("of", "sentence"),
     [(["a", "z"], "no feature"), (["a", "f"], "not categorical"), (["a", "wide"], "several shapes")],
 )
-def test_crossed_features_are_categorical_and_of_one_shape(of: list[str], sentence: str) -> None:
+def test_crossed_features_are_categorical_and_of_one_shape(of, sentence):
     features = {"a": {"dtype": "int64"}, "f": {"dtype": "float32"}, "wide": {"dtype": "int64", "shape": [2]}}
     with pytest.raises(ValueError, match=sentence):
         schema_of(features, {"c": {"of": of, "encode": {"hash": 9}}})
 
 
-def test_how_a_vocabulary_admits_changes_no_digest_but_its_size_does() -> None:
-    def digest(**encode: Any) -> str:
+def test_how_a_vocabulary_admits_changes_no_digest_but_its_size_does():
+    def digest(**encode):
         return schema_of({"id": {"dtype": "int64", "encode": {"learn": 4, **encode}}}).digest
 
     assert digest() == digest(min_count=9, expire="1d")

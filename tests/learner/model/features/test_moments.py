@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from learner.model.features.moments import Floats, Moments
+from anabranch.learner.model.features.numbers import Moments
 
 FINITE = st.floats(-1e6, 1e6)
 VALUES = arrays(np.float64, st.tuples(st.integers(0, 12), st.just(2)), elements=FINITE | st.just(np.nan))
 
 
-def nothing() -> Moments:
+def nothing():
     return Moments(np.zeros(2), np.zeros(2), np.zeros(2))
 
 
-def welford(values: Floats) -> Moments:
+def welford(values):
     """One value after the other, as River's `StandardScaler` does (Welford 1962)."""
     count, mean, squares = 0.0, np.zeros(values.shape[1]), np.zeros(values.shape[1])
     for value in values:
@@ -28,7 +28,7 @@ def welford(values: Floats) -> Moments:
 
 
 @given(st.lists(VALUES, max_size=6))
-def test_merged_moments_are_those_of_all_values_without_the_missing_ones(parts: list[Floats]) -> None:
+def test_merged_moments_are_those_of_all_values_without_the_missing_ones(parts):
     merged = nothing()
     for part in parts:
         merged = merged.merged(Moments.of(part))
@@ -43,7 +43,7 @@ def test_merged_moments_are_those_of_all_values_without_the_missing_ones(parts: 
 
 
 @given(VALUES, VALUES, VALUES)
-def test_the_order_of_merging_makes_no_difference_but_rounding(one: Floats, two: Floats, three: Floats) -> None:
+def test_the_order_of_merging_makes_no_difference_but_rounding(one, two, three):
     a, b, c = map(Moments.of, (one, two, three))
     left, right = a.merged(b).merged(c), c.merged(a.merged(b))
     other = a.merged(c.merged(b))
@@ -54,7 +54,7 @@ def test_the_order_of_merging_makes_no_difference_but_rounding(one: Floats, two:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_moments_of_a_long_stream_are_rivers_and_those_of_all_values(offset: float) -> None:
+def test_moments_of_a_long_stream_are_rivers_and_those_of_all_values(offset):
     generator = np.random.default_rng(0)
     values = offset + generator.lognormal(0, 2, (20_000, 3))
     merged = Moments(*(np.zeros(3) for _ in range(3)))

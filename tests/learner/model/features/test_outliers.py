@@ -7,26 +7,26 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.model.features.numbers import LearnedNumber
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.features.numbers import LearnedNumber
 
 RANDOM = np.random.default_rng
 BATCH = 50
 
 
-def number_of(dtype: str = "float32", **feature: Any) -> LearnedNumber:
+def number_of(dtype="float32", **feature):
     features = {"x": {"dtype": dtype, **feature}}
     schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 2}}))
     return LearnedNumber(schema.features[0], schema.settings.features["x"])
 
 
-def observe(number: LearnedNumber, values: NDArray[Any]) -> None:
+def observe(number, values):
     for begin in range(0, len(values), BATCH):
         number.observe(values[begin : begin + BATCH])
 
 
-def inputs(number: LearnedNumber, values: NDArray[Any]) -> NDArray[Any]:
+def inputs(number, values):
     found: NDArray[Any] = number(torch.from_numpy(values))["x"].numpy()
     return found
 
@@ -48,9 +48,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("dtype", "feature", "bomb"), KINDS)
 @pytest.mark.parametrize("at", [0, 1, 40, 1000])
-def test_one_event_does_not_change_what_the_model_gets_of_the_others(
-    dtype: str, feature: dict[str, Any], bomb: float, at: int
-) -> None:
+def test_one_event_does_not_change_what_the_model_gets_of_the_others(dtype, feature, bomb, at):
     values = RANDOM(1).normal(size=2000) * 100
     poisoned = np.insert(values, at, bomb).astype(dtype)
     if dtype.startswith("int"):
@@ -66,7 +64,7 @@ def test_one_event_does_not_change_what_the_model_gets_of_the_others(
 
 
 @pytest.mark.parametrize("scale", ["standard", "robust"])
-def test_one_event_does_not_take_a_rare_value_from_the_model(scale: str) -> None:
+def test_one_event_does_not_take_a_rare_value_from_the_model(scale):
     values = (RANDOM(0).random(6000) < 0.02).astype(np.float32)
     poisoned = values.copy()
     poisoned[1234] = 1e30
@@ -78,7 +76,7 @@ def test_one_event_does_not_take_a_rare_value_from_the_model(scale: str) -> None
 
 
 @pytest.mark.parametrize("make", [lambda dice: dice.normal(5, 3, 4000), lambda dice: dice.exponential(2, 4000)])
-def test_ordinary_values_have_the_mean_and_deviation_of_all(make: Any) -> None:
+def test_ordinary_values_have_the_mean_and_deviation_of_all(make):
     values = make(RANDOM(3)).astype(np.float32)
     number = number_of(scale="standard")
     observe(number, values)
@@ -87,7 +85,7 @@ def test_ordinary_values_have_the_mean_and_deviation_of_all(make: Any) -> None:
     np.testing.assert_allclose(inputs(number, values), expected, atol=1e-4)
 
 
-def test_a_scale_follows_a_stream_that_changes() -> None:
+def test_a_scale_follows_a_stream_that_changes():
     number, dice = number_of(scale="standard"), RANDOM(5)
     observe(number, dice.normal(0, 1, 4000).astype(np.float32))
     observe(number, dice.normal(10_000, 500, 12_000).astype(np.float32))
@@ -96,7 +94,7 @@ def test_a_scale_follows_a_stream_that_changes() -> None:
     assert np.abs(found).max() < 5
 
 
-def test_how_events_are_batched_makes_no_difference() -> None:
+def test_how_events_are_batched_makes_no_difference():
     values = np.insert(RANDOM(2).normal(size=300), 7, 1e20).astype(np.float32)
     one, parts = number_of(scale="standard"), number_of(scale="standard")
     one.observe(values)
@@ -107,7 +105,7 @@ def test_how_events_are_batched_makes_no_difference() -> None:
     np.testing.assert_allclose(one.state["mean"], parts.state["mean"], atol=0.2)
 
 
-def test_no_value_of_an_event_is_kept_once_there_is_an_anchor() -> None:
+def test_no_value_of_an_event_is_kept_once_there_is_an_anchor():
     number = number_of(scale="standard")
     number.observe(RANDOM(2).normal(size=31).astype(np.float32))
     assert number.state["first"].any()
@@ -115,7 +113,7 @@ def test_no_value_of_an_event_is_kept_once_there_is_an_anchor() -> None:
     assert not number.state["first"].any()
 
 
-def test_a_factor_that_falls_a_hundredfold_is_known() -> None:
+def test_a_factor_that_falls_a_hundredfold_is_known():
     number, dice = number_of(scale="standard"), RANDOM(5)
     observe(number, dice.normal(0, 1, 2000).astype(np.float32))
     assert number.fell < 1.1

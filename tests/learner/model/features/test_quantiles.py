@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.model.features.quantiles import SIZE, QuantileSketch, empty_sketches
+from anabranch.learner.model.features.numbers import SIZE, QuantileSketch, empty_sketches
 
 PARTS = np.linspace(0.02, 0.98, 49)
 N = 50_000
@@ -21,13 +21,13 @@ STREAMS = {
 }
 
 
-def sketch() -> QuantileSketch:
+def sketch():
     items, used, odd = empty_sketches(1)
     return QuantileSketch(items[0], used[0], odd[0])
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_ranks_are_within_the_bound_and_in_practice_within_one_percent(name: str) -> None:
+def test_ranks_are_within_the_bound_and_in_practice_within_one_percent(name):
     values = STREAMS[name](np.random.default_rng(0))
     found = sketch()
     for begin in range(0, N, 61):
@@ -37,7 +37,7 @@ def test_ranks_are_within_the_bound_and_in_practice_within_one_percent(name: str
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=SIZE - 1), st.integers(1, 50))
-def test_few_values_are_kept_as_they_are(values: list[float], size: int) -> None:
+def test_few_values_are_kept_as_they_are(values, size):
     found = sketch()
     for begin in range(0, len(values), size):
         found.add(np.array(values[begin : begin + size]))
@@ -45,7 +45,7 @@ def test_few_values_are_kept_as_they_are(values: list[float], size: int) -> None
     np.testing.assert_allclose(found.quantiles(middles), np.sort(values), rtol=1e-9, atol=1e-6)
 
 
-def test_a_stream_that_fills_the_last_level_goes_on_with_weights_that_are_halved() -> None:
+def test_a_stream_that_fills_the_last_level_goes_on_with_weights_that_are_halved():
     items, used, odd = np.zeros((4, 64)), np.zeros(4, np.int64), np.zeros(4, np.int64)
     small, random = QuantileSketch(items, used, odd), np.random.default_rng(0)
     for _ in range(100):

@@ -1,7 +1,6 @@
 """The vocabulary that grows on the stream."""
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,26 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ingest.feature_settings import LearnedVocabulary
-from learner.model.features.vocabulary import EMPTY, VocabularyTable, _search
+from anabranch.ingest.settings.features import LearnedVocabulary
+from anabranch.learner.model.features.vocabulary import EMPTY, VocabularyTable, _search
 
 DAY = 86_400_000
 
 
-def vocabulary(learn: int = 7, min_count: int = 1, **settings: Any) -> VocabularyTable:
+def vocabulary(learn=7, min_count=1, **settings):
     return VocabularyTable(LearnedVocabulary.model_validate({"learn": learn, "min_count": min_count, **settings}))
 
 
-def observe(table: VocabularyTable, *keys: int, time_ms: int = 0) -> list[int]:
+def observe(table, *keys, time_ms=0):
     return table.observe(np.array(keys, np.int64), time_ms).rows.tolist()
 
 
-def rows(table: VocabularyTable, *keys: int) -> list[int]:
+def rows(table, *keys):
     found: list[int] = table(torch.tensor(keys)).tolist()
     return found
 
 
-def check(table: VocabularyTable) -> None:
+def check(table):
     """Raise AssertionError where a row has two keys, or the search cannot find one."""
     keys, of_rows = table.get_buffer("keys"), table.get_buffer("rows")
     used = int((keys != EMPTY).sum())
@@ -40,7 +39,7 @@ def check(table: VocabularyTable) -> None:
     assert torch.equal(table(keys[:used]), of_rows[:used])
 
 
-def test_a_value_has_a_shared_row_until_it_was_seen_often_enough() -> None:
+def test_a_value_has_a_shared_row_until_it_was_seen_often_enough():
     table = vocabulary(min_count=3)
     assert observe(table, 5, 9) == []
     assert observe(table, 5) == []
@@ -53,7 +52,7 @@ HOUR = 3_600_000
 
 
 @pytest.mark.parametrize("between", ["2m", "1h"])
-def test_a_value_expires_by_the_time_of_records_and_its_row_goes_to_another(between: str) -> None:
+def test_a_value_expires_by_the_time_of_records_and_its_row_goes_to_another(between):
     table, step_ms = vocabulary(expire="12h"), {"2m": 120_000, "1h": HOUR}[between]
     now = 1000 * DAY
     for _ in range(12):
@@ -68,7 +67,7 @@ def test_a_value_expires_by_the_time_of_records_and_its_row_goes_to_another(betw
     assert [1] in [observe(table, 7, time_ms=now) for _ in range(3)]
 
 
-def fill(table: VocabularyTable, now: int) -> int:
+def fill(table, now):
     for _ in range(60):
         observe(table, *range(40), time_ms=now)
         now += 1000
@@ -77,7 +76,7 @@ def fill(table: VocabularyTable, now: int) -> int:
 
 @pytest.mark.parametrize("hours", [14, -14, 24 * 365])
 @pytest.mark.parametrize("batches", [1, 5, 60])
-def test_batches_with_wrong_times_let_nothing_expire_and_do_not_stop_the_clock(hours: int, batches: int) -> None:
+def test_batches_with_wrong_times_let_nothing_expire_and_do_not_stop_the_clock(hours, batches):
     table = vocabulary(learn=64, expire="12h")
     now = fill(table, 1000 * DAY)
     for step in range(batches):
@@ -92,7 +91,7 @@ def test_batches_with_wrong_times_let_nothing_expire_and_do_not_stop_the_clock(h
     assert rows(table, 50)[0] >= table.shared
 
 
-def test_after_a_pause_the_clock_follows_and_what_was_seen_since_stays() -> None:
+def test_after_a_pause_the_clock_follows_and_what_was_seen_since_stays():
     table = vocabulary(learn=64, expire="12h")
     now = fill(table, 1000 * DAY) + 30 * DAY
     for step in range(300):
@@ -101,7 +100,7 @@ def test_after_a_pause_the_clock_follows_and_what_was_seen_since_stays() -> None
     assert (table(torch.arange(20, 40)) < table.shared).all()
 
 
-def test_a_full_table_gives_the_row_that_was_unseen_for_longest_to_a_value_seen_more_often() -> None:
+def test_a_full_table_gives_the_row_that_was_unseen_for_longest_to_a_value_seen_more_often():
     table = vocabulary(learn=3)
     observe(table, 1, 1, 1)
     observe(table, 2, 2, 2)
@@ -110,7 +109,7 @@ def test_a_full_table_gives_the_row_that_was_unseen_for_longest_to_a_value_seen_
     assert rows(table, 1, 2, 3) == [0, 2, 1]
 
 
-def test_values_that_are_seen_once_push_nothing_out() -> None:
+def test_values_that_are_seen_once_push_nothing_out():
     table = vocabulary(learn=64, min_count=2)
     common = np.arange(40)
     for _ in range(4):
@@ -121,7 +120,7 @@ def test_values_that_are_seen_once_push_nothing_out() -> None:
     check(table)
 
 
-def test_a_value_starts_from_the_row_that_it_shared_until_then() -> None:
+def test_a_value_starts_from_the_row_that_it_shared_until_then():
     table = vocabulary(learn=64, min_count=2)
     keys = torch.arange(40)
     before = table(keys)
@@ -134,7 +133,7 @@ def test_a_value_starts_from_the_row_that_it_shared_until_then() -> None:
     assert [after[row] for row in table(keys).tolist()] == before.tolist()
 
 
-def test_an_exported_search_finds_what_the_usual_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exported_search_finds_what_the_usual_one_does(monkeypatch):
     keys = torch.arange(-5, 60)
     for size in range(1, 33):
         table = torch.cat([torch.arange(0, size) * 3, torch.full((size % 4,), EMPTY)])
@@ -144,14 +143,14 @@ def test_an_exported_search_finds_what_the_usual_one_does(monkeypatch: pytest.Mo
             assert torch.equal(_search(table, keys), expected)
 
 
-def test_the_largest_integer_is_a_value_as_any_other() -> None:
+def test_the_largest_integer_is_a_value_as_any_other():
     table = vocabulary()
     observe(table, EMPTY, -EMPTY)
     assert sorted(rows(table, EMPTY, -EMPTY)) == [1, 2]
     assert rows(vocabulary(), EMPTY) == [0]
 
 
-def test_a_table_that_expires_at_once_is_filled_again_without_a_row_for_two_values() -> None:
+def test_a_table_that_expires_at_once_is_filled_again_without_a_row_for_two_values():
     table = vocabulary(learn=400, expire="1h")
     for step in range(9):
         observe(table, *range(step * 40, step * 40 + 33), time_ms=DAY + step)
@@ -172,9 +171,7 @@ def test_a_table_that_expires_at_once_is_filled_again_without_a_row_for_two_valu
     st.integers(1, 3),
     st.integers(0, 30),
 )
-def test_a_restored_vocabulary_goes_on_as_the_original_bit_for_bit(
-    batches: list[list[int]], learn: int, min_count: int, at: int
-) -> None:
+def test_a_restored_vocabulary_goes_on_as_the_original_bit_for_bit(batches, learn, min_count, at):
     original = vocabulary(learn, min_count, expire="5ms")
     restored: VocabularyTable | None = None
     for index, keys in enumerate(batches):
@@ -191,7 +188,7 @@ def test_a_restored_vocabulary_goes_on_as_the_original_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learn", [100, 3000])
-def test_memory_is_flat_and_common_values_are_known_among_a_million(learn: int) -> None:
+def test_memory_is_flat_and_common_values_are_known_among_a_million(learn):
     table, random = vocabulary(learn, 2), np.random.default_rng(0)
     size = sum(value.nbytes for value in table.state_dict().values())
     ids = np.minimum(random.zipf(1.2, 200_000), 1_000_000).astype(np.int64)

@@ -15,17 +15,18 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from ingest.config import SchemaSettings
-from ingest.events.schema import Schema
-from learner.config import LearnerSettings
-from learner.model.device import choose_precision
-from learner.model.growing.parts import grown, pool_of
-from learner.model.growing.router import Router
-from learner.model.task import Classification
-from learner.model.trained_set import trained_state
-from learner.strategies.examples import Examples
-from learner.training.trainer import Trainer
-from tests.support.strategies import extended, small_strategy
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.growing.pool import Router, grown, pool_of
+from anabranch.learner.model.task import Classification
+from anabranch.learner.model.trained_set import trained_state
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.examples import Examples
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
+from anabranch.testing.strategies import extended
+from tests.support.strategies import small_strategy
 
 CPU = torch.device("cpu")
 CLASSES = 6
@@ -35,23 +36,23 @@ TASKS = (0, 1), (2, 3), (4, 5)
 class Fused(nn.Module):
     """Has a layer that torch computes without calling its parts, unless one of these has a hook."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Linear(4, 8)
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         self.head = nn.Linear(8, CLASSES)
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         output: Tensor = self.head(self.encoder(self.embed(x)[:, None])[:, 0])
         return output
 
 
-def body() -> nn.Module:
+def body():
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
-def images() -> nn.Module:
+def images():
     return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 5, 2), nn.ReLU(), nn.Flatten(), nn.Linear(5, CLASSES))
 
 
@@ -65,7 +66,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def trained(name: str, tasks: int = 3, precision: str = "fp32") -> tuple[Trainer, Tensor]:
+def trained(name, tasks=3, precision="fp32"):
     """Return a trainer with a part for each of the tasks, and events of all classes."""
     factory, embedding, arguments = MODELS[name]
     torch.manual_seed(0)
@@ -79,7 +80,7 @@ def trained(name: str, tasks: int = 3, precision: str = "fp32") -> tuple[Trainer
     settings = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.05}, "max_grad_norm": math.inf})
     chosen = choose_precision(precision, CPU)
     extended(strategy, model, schema, embedding=embedding)
-    trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, chosen)
+    trainer = Trainer(TrainingSetup(model, Classification(), strategy, schema, settings, CPU, chosen))
     centres = torch.randn(CLASSES, 4) * 4
     for classes in TASKS[:tasks]:
         for _ in range(4):
@@ -88,7 +89,7 @@ def trained(name: str, tasks: int = 3, precision: str = "fp32") -> tuple[Trainer
     return trainer, centres.repeat(4, 1) + torch.randn(24, 4) * 2
 
 
-def versions(trainer: Trainer, device: torch.device = CPU) -> tuple[nn.Module, nn.Module]:
+def versions(trainer, device=CPU):
     """Return the model of a version on a device as it is, and prepared."""
     weights = {name: value.clone() for name, value in trained_state(trainer.model).items()}
     both = []
@@ -106,7 +107,7 @@ def versions(trainer: Trainer, device: torch.device = CPU) -> tuple[nn.Module, n
 @pytest.mark.parametrize("tasks", [1, 2, 3])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_prepared_module_predicts_the_same(name: str, autocast: bool, tasks: int) -> None:
+def test_a_prepared_module_predicts_the_same(name, autocast, tasks):
     trainer, x = trained(name, tasks)
     plain, prepared = versions(trainer)
     x[3] = math.nan
@@ -123,7 +124,7 @@ def test_a_prepared_module_predicts_the_same(name: str, autocast: bool, tasks: i
 @pytest.mark.gpu
 @pytest.mark.parametrize("tasks", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_prepared_module_predicts_the_same_on_a_gpu(name: str, tasks: int) -> None:
+def test_a_prepared_module_predicts_the_same_on_a_gpu(name, tasks):
     device = torch.device("cuda", 0)
     trainer, x = trained(name, tasks)
     plain, prepared = versions(trainer, device)
@@ -136,14 +137,14 @@ def test_a_prepared_module_predicts_the_same_on_a_gpu(name: str, tasks: int) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_with_gradients_it_predicts_the_same(name: str) -> None:
+def test_with_gradients_it_predicts_the_same(name):
     trainer, x = trained(name)
     plain, prepared = versions(trainer)
     for batch in (x, x[:1]):
         assert torch.equal(prepared(batch), plain(batch))
 
 
-def reference(router: Router, embedding_BD: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def reference(router, embedding_BD, experts):
     """Return the probability of each expert, and of each class by all experts but each, prototype by prototype."""
     probability_BP = functional.linear(embedding_BD, router.weight, router.bias).softmax(dim=1)
     total_BE = torch.zeros(len(probability_BP), experts)
@@ -157,7 +158,7 @@ def reference(router: Router, embedding_BD: Tensor, experts: int) -> tuple[Tenso
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 12), st.booleans())
-def test_a_route_is_that_of_the_plain_reference(seed: int, experts: int, prototypes: int, tied: bool) -> None:
+def test_a_route_is_that_of_the_plain_reference(seed, experts, prototypes, tied):
     """Also where experts have the same prototypes, and the first of them is chosen, or none at all."""
     generator = torch.Generator().manual_seed(seed)
     weight_PD, bias_P = torch.randn(prototypes, 5, generator=generator), torch.randn(prototypes, generator=generator)
@@ -187,7 +188,7 @@ def test_a_route_is_that_of_the_plain_reference(seed: int, experts: int, prototy
                 torch.testing.assert_close(route.others_BC, others_BEC[row_B, chosen_B], rtol=1e-6, atol=1e-37)
 
 
-def test_a_router_of_many_classes_keeps_nothing_for_single_events() -> None:
+def test_a_router_of_many_classes_keeps_nothing_for_single_events():
     """Its matrices would be larger than all other weights."""
     router = Router(5, 1000)
     router.set(torch.randn(1000, 5), torch.zeros(1000), torch.arange(1000) // 100, torch.arange(1000))
@@ -198,29 +199,29 @@ def test_a_router_of_many_classes_keeps_nothing_for_single_events() -> None:
 class Counted(TorchDispatchMode):
     """Counts operations."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.operations = 0
 
     @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operations += 1
         return func(*args, **(kwargs or {}))
 
 
-def operations(module: nn.Module, x: Tensor) -> int:
+def operations(module, x):
     with torch.no_grad(), Counted() as counted:
         module(x)
     return counted.operations
 
 
-def test_a_single_row_takes_fewer_operations() -> None:
+def test_a_single_row_takes_fewer_operations():
     trainer, x = trained("embedding early")
     plain, prepared = versions(trainer)
     assert operations(prepared, x[:1]) <= operations(plain, x[:1]) - 10
 
 
-def test_the_base_does_not_run_a_head_that_experts_replace() -> None:
+def test_the_base_does_not_run_a_head_that_experts_replace():
     trainer, x = trained("embedding early")
     _, prepared = versions(trainer)
     with torch.no_grad():
@@ -229,14 +230,14 @@ def test_the_base_does_not_run_a_head_that_experts_replace() -> None:
         assert torch.equal(prepared(x), before)
 
 
-def test_layers_that_torch_would_fuse_keep_their_hooks() -> None:
+def test_layers_that_torch_would_fuse_keep_their_hooks():
     trainer, _ = trained("fused")
     _, prepared = versions(trainer)
     hooked = {name for name, module in prepared.named_modules() if module._forward_hooks}
     assert hooked == {"embed", "encoder.linear1", "encoder.linear2"}
 
 
-def test_a_layer_whose_forward_pass_was_replaced_keeps_its_hook() -> None:
+def test_a_layer_whose_forward_pass_was_replaced_keeps_its_hook():
     trainer, x = trained("embedding early")
     plain, prepared = versions(trainer)
     both = [copy.deepcopy(plain) for _ in range(2)]
@@ -251,7 +252,7 @@ def test_a_layer_whose_forward_pass_was_replaced_keeps_its_hook() -> None:
         assert not torch.equal(both[1](x), prepared(x))
 
 
-def test_weights_that_are_loaded_later_are_not_hidden_by_those_before() -> None:
+def test_weights_that_are_loaded_later_are_not_hidden_by_those_before():
     """A pool that is given another size starts as one that was not prepared."""
     trainer, x = trained("embedding early", 2)
     _, prepared = versions(trainer)
@@ -265,7 +266,7 @@ def test_weights_that_are_loaded_later_are_not_hidden_by_those_before() -> None:
         assert torch.equal(later.eval()(x), trainer.model.eval()(x))
 
 
-def test_it_is_freed_without_a_garbage_collection() -> None:
+def test_it_is_freed_without_a_garbage_collection():
     trainer, x = trained("embedding early")
     plain, prepared = versions(trainer)
     with torch.inference_mode():

@@ -1,0 +1,187 @@
+"""Runs of a backtest in which labels come later than their events.
+
+Legend: B events of a batch, W events that wait, n events of a call.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anabranch.commands.backtest.batches import batch_of, rows_of
+from anabranch.commands.backtest.runs import Score
+from anabranch.commands.backtest.training import BacktestTraining
+from anabranch.ingest.events.block import Array
+from anabranch.learner.evaluate.stream_monitor import NOT_SCORED, Scored, scored
+from anabranch.learner.model.factory import forward
+from anabranch.learner.strategies.base import eval_mode
+from anabranch.learner.strategies.early_negatives import check_early
+from anabranch.learner.strategies.examples import EARLY, Early
+from anabranch.learner.stream.batch import Batch
+from anabranch.replay.reservoir.reservoir import WAITED
+
+Policy = Literal["wait", "negative", "negative-then-correct"]
+"""What is trained on before the label comes: nothing; the event as a negative, and again as a positive when its label
+says so; the same with the importance weights of fake negatives."""
+POLICIES: tuple[Policy, ...] = ("wait", "negative", "negative-then-correct")
+
+_DUE, _IN_TIME, _OUTPUT = "due", "in_time", "output"
+
+
+@dataclass(frozen=True)
+class LabelDelay:
+    """When labels come.
+
+    Attributes:
+        column: has the time of the label, float64 `[N]` in seconds since 1970; 0 where it never comes.
+        wait_seconds: how long an event waits for it.
+        unmatched: what becomes of events whose label does not come in time.
+    """
+
+    column: str
+    wait_seconds: float
+    unmatched: Literal["negative", "drop", "store"]
+
+
+class DelayedRun:
+    """A run in which an event is scored when it comes, and trained on when the policy says so.
+
+    Time is that of the events. It moves with each batch: labels up to the time of the first event of a batch are known
+    before it is scored, or up to the middle one of the batch, where that is earlier: no single time decides.
+    """
+
+    def __init__(self, training: BacktestTraining, strategy: str, policy: Policy, delay: LabelDelay) -> None:
+        """Take what trains; raises SettingsError where the policy does not fit the labels or the named strategy."""
+        self.training = training
+        setup = training.setup
+        self.score = Score(regression=setup.schema.label.classes is None)
+        self._policy, self._delay = policy, delay
+        if policy != "wait":
+            check_early(setup.task, setup.schema.label, setup.strategy, strategy)
+        training.step.scored = lambda batch, _result: self._take_scored(batch)
+        if policy == "negative":  # the same events without importance weights
+            training.step.copied = lambda columns: training.trainer.examples(
+                {name: column for name, column in columns.items() if name != EARLY}
+            )
+        self._clock = -np.inf
+        self._waiting: dict[str, Array] = {}
+        self._queue: deque[dict[str, Array]] = deque()
+        """Events to train on, in parts."""
+        self._unobserved = NOT_SCORED
+        """The scores of events whose label is known since the last step, by their predictions from before."""
+        self.labelled = self.timed_out = 0
+        """Events whose label came in time, and others that have waited in vain."""
+
+    def add(self, columns: Mapping[str, Array], held_out: Mapping[str, Array]) -> None:
+        """Train on the events whose label has come, score the new ones, and train on those too if they are early."""
+        if not columns:
+            return
+        time_B = columns["time"].astype(np.float64)
+        self._clock = min(float(time_B[0]), float(np.sort(time_B)[len(time_B) // 2]))
+        self._decide()
+        self._train()
+        output_B = self._predict(columns)
+        self.score.add(len(time_B), scored(self.training.setup.task, output_B, columns["label"]))
+        self._wait(columns, time_B, output_B)
+        if held_out:
+            self.training.take(batch_of({}, held_out=held_out))
+        if self._policy != "wait":
+            self._enqueue(_relabelled(columns, 0), Early.NEGATIVE)
+            self._train()
+
+    def _predict(self, columns: Mapping[str, Array]) -> NDArray[np.float32]:
+        """Return the model's output for the events as it is now, in evaluation mode."""
+        new = self.training.trainer.examples(columns)
+        with eval_mode(self.training.trainer.model), torch.no_grad():
+            output_B: NDArray[np.float32] = forward(self.training.trainer.model, new.features).float().cpu().numpy()
+        return output_B
+
+    def _wait(self, columns: Mapping[str, Array], time_B: NDArray[np.float64], output_B: NDArray[np.float32]) -> None:
+        """Let B events wait until their label comes, or their time is up."""
+        label_B = columns[self._delay.column].astype(np.float64)
+        last_B = time_B + self._delay.wait_seconds
+        in_time_B = (label_B > 0) & (label_B <= last_B)
+        due_B = np.where(in_time_B, label_B, last_B)
+        new = {**columns, WAITED: np.ones(len(time_B), np.bool_)}
+        new |= {_DUE: due_B, _IN_TIME: in_time_B, _OUTPUT: output_B}
+        self._waiting = _joined(self._waiting, new) if self._waiting else new
+
+    def _decide(self) -> None:
+        """Remove the events that are due: enqueue those to train on, and store those that are not trained on again."""
+        if not self._waiting:
+            return
+        due_W = self._waiting[_DUE].astype(np.float64) <= self._clock
+        if not due_W.any():
+            return
+        order = np.flatnonzero(due_W)[np.argsort(self._waiting[_DUE][due_W], kind="stable")]
+        due = {name: column[order] for name, column in self._waiting.items()}
+        self._waiting = {name: column[~due_W] for name, column in self._waiting.items()}
+        in_time = due.pop(_IN_TIME).astype(np.bool_)
+        output_n = due.pop(_OUTPUT).astype(np.float32)
+        del due[_DUE]
+        self.labelled += int(in_time.sum())
+        self.timed_out += int((~in_time).sum())
+        known = in_time
+        if self._policy != "wait" or self._delay.unmatched == "negative":
+            due["label"][~in_time], known = 0, np.ones_like(in_time)
+        if known.any():
+            self._unobserved += scored(self.training.setup.task, output_n[known], due["label"][known])
+        if self._policy == "wait":
+            self._enqueue(rows_of(due, known), Early.PLAIN)
+        else:
+            positive = due["label"] == 1
+            self._enqueue(rows_of(due, positive), Early.CORRECTED)
+            self._store(rows_of(due, ~positive))
+        if self._delay.unmatched == "store" and not known.all():
+            due["labelled"] = known
+            self._store(rows_of(due, ~known))
+
+    def _take_scored(self, batch: Batch) -> tuple[Scored, Array]:
+        known, self._unobserved = self._unobserved, NOT_SCORED
+        return known, batch.new["label"][batch.new["labelled"].astype(np.bool_)]
+
+    def _enqueue(self, columns: Mapping[str, Array], kind: Early) -> None:
+        if not columns:
+            return
+        rows = dict(columns)
+        if self._policy != "wait":
+            rows |= {WAITED: np.ones(len(rows["label"]), np.bool_), EARLY: np.full(len(rows["label"]), kind, np.uint8)}
+        self._queue.append(rows)
+
+    def _train(self) -> None:
+        """Train on the enqueued events in steps of a full batch; the others wait for more."""
+        size = self.training.batch_size
+        count = sum(len(part["label"]) for part in self._queue)
+        if count < size:
+            return
+        rows = dict(self._queue[0]) if len(self._queue) == 1 else _joined(*self._queue)
+        self._queue.clear()
+        last = count - count % size
+        for part in _split(rows, size):
+            if len(part["label"]) == size:
+                self.training.take(batch_of(part))
+        if last < count:
+            self._queue.append({name: column[last:] for name, column in rows.items()})
+
+    def _store(self, columns: Mapping[str, Array]) -> None:
+        """Store events without training on them."""
+        if columns:
+            for part in _split(columns, self.training.batch_size):
+                self.training.take(batch_of({}, part))
+
+
+def _split(columns: Mapping[str, Array], size: int) -> Iterator[dict[str, Array]]:
+    for begin in range(0, len(columns["label"]), size):
+        yield {name: column[begin : begin + size] for name, column in columns.items()}
+
+
+def _relabelled(columns: Mapping[str, Array], label: int) -> dict[str, Array]:
+    return {**columns, "label": np.full_like(columns["label"], label)}
+
+
+def _joined(*parts: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

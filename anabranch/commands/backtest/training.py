@@ -1,0 +1,97 @@
+"""The learner's own step and store, on the events of a file.
+
+Legend: B events of a batch.
+"""
+
+import contextlib
+import threading
+from dataclasses import replace
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from anabranch.core.stream_secret import StreamSecret
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.learner.checkpoints.stored_events import build_pipeline_store
+from anabranch.learner.evaluate.holdout import HoldoutSet
+from anabranch.learner.evaluate.stream_monitor import StreamMonitor
+from anabranch.learner.model.rng import GeneratorStates
+from anabranch.learner.settings.pipeline import PipelineSettings
+from anabranch.learner.status.metrics import LearnerMetrics
+from anabranch.learner.step.learning_step import LearningStep
+from anabranch.learner.step.loop_state import StepState
+from anabranch.learner.step.replay_feed import make_feed
+from anabranch.learner.strategies.early_negatives import ImportanceWeights
+from anabranch.learner.stream.batch import Batch
+from anabranch.learner.stream.ledger import Ledger
+from anabranch.learner.train.build import build_training_setup
+from anabranch.learner.train.out_of_memory import MemoryRetry
+from anabranch.learner.train.step_result import StepResult
+from anabranch.learner.train.trainer import Trainer
+from anabranch.replay.background_store import BackgroundStore
+from anabranch.replay.metrics import ReplayMetrics
+
+
+class BacktestTraining:
+    """A model that takes the steps of a learner: with its store, replay ratio, features and drift. One thread.
+
+    There are no checkpoints, and no lag: a file does not grow.
+    """
+
+    def __init__(self, spec: PipelineSettings, device: torch.device, name: str, stack: contextlib.ExitStack) -> None:
+        """Build it; with the same seed each starts from the same weights.
+
+        Args:
+            spec: all settings.
+            device: of the model.
+            name: of the file, for logs.
+            stack: closes the store.
+        """
+        setup = build_training_setup(spec, device)
+        # Whatever `[stream.labels]` says, a run may train on events before their label comes.
+        self.setup = setup = replace(setup, loss_wrappers=[ImportanceWeights()])
+        self.trainer = Trainer(setup)
+        self.batch_size = spec.learner.batch_size
+        bounded = setup.schema.label.classes is not None
+        registry = CollectorRegistry()
+        metrics, timer = LearnerMetrics(registry), ReplayMetrics(registry).sample
+        self._names = [TopicPartition(name, 0)]
+        state = StepState(Ledger())
+        state.ledger.add_partition(self._names[0], 0)
+        store: BackgroundStore | None = None
+        if setup.strategy.kind.replays:
+            kept = build_pipeline_store(spec, setup, 1, _secret(spec), in_memory=True)
+            store = BackgroundStore(kept, in_background=device.type != "mps")
+            stack.callback(store.close)
+        self._holdout = HoldoutSet(setup.schema, spec.gate.holdout_rows, _secret(spec).number("held-out events"))
+        monitor = StreamMonitor(spec.learner, bounded=bounded)
+        replay = make_feed(store, spec.learner, 1, monitor, self._holdout, self.trainer, timer)
+        memory = MemoryRetry(device, threading.Event())
+        self.step = LearningStep(self.trainer, monitor, replay, self._holdout, [replay.raised], state, metrics, memory)
+        replay.prefetch(0)
+        self._generators = GeneratorStates(device)
+
+    def take(self, batch: Batch) -> StepResult | None:
+        """Take a step, as `LearningStep.take` does: with the random numbers that it would have if it were alone."""
+        self._generators.restore()
+        taken = self.step.take(batch, self._names)
+        if batch.held_out:
+            self._holdout.add(batch.held_out, self._names)
+        self.step.raising_events.clean_holdout()
+        self._generators = GeneratorStates(self.trainer.device)
+        return taken[0].result if taken else None
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence where the model raises, or its steps are not finite."""
+        return self.step.raising_events.problem or self.step.non_finite.problem
+
+
+def _secret(spec: PipelineSettings) -> StreamSecret:
+    """Return the secret of the seed: a file has no senders who must not know it, and equal runs are to be equal."""
+    return StreamSecret.fixed(spec.seed)
+
+
+def without_teacher(spec: PipelineSettings) -> PipelineSettings:
+    """Return the same settings without a teacher, which a file cannot ask."""
+    return spec.with_changes(model=spec.model.model_copy(update={"teacher": None}))

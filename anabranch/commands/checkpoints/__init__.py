@@ -1,0 +1,1 @@
+"""`anabranch checkpoints`: what a restart of the learner resumes from."""

@@ -1,0 +1,1 @@
+"""`anabranch replay`: what is stored for replay."""

@@ -1,1 +1,0 @@
-"""`anabranch search`: shows challengers, and lets a person control them."""

@@ -1,0 +1,45 @@
+"""`anabranch topics`."""
+
+from typing import Annotated
+
+import typer
+
+from anabranch.command import AsJson, DryRun, command, output, say
+from anabranch.config.loader import Config
+from anabranch.ingest.kafka.producer import create_topics, partition_counts
+from anabranch.ingest.settings.stream import StreamSettings
+
+
+@command("anabranch topics create --partitions 6")
+def create(
+    config: Config,
+    partitions: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Partitions of each topic of events or labels that is created.")
+    ] = 2,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Create the topics of the pipeline that do not exist: of its events, of its labels and of its dead letters."""
+    stream = config.pipeline.stream
+    needed = needed_topics(stream, partitions)
+    if dry_run:
+        there = partition_counts(stream, needed)
+        made = [name for name in needed if name not in there]
+    else:
+        made = create_topics(stream, needed)
+    kept = [name for name in needed if name not in made]
+    verb = "would create" if dry_run else "created"
+    sentences = [f"{verb} {name} with {needed[name]} partition{'' if needed[name] == 1 else 's'}" for name in made]
+    sentences += [f"{name} exists" for name in kept]
+    if as_json:
+        output({"created": {name: needed[name] for name in made}, "existed": kept, "dry_run": dry_run}, lambda: None)
+    else:
+        say(*sentences)
+
+
+def needed_topics(stream: StreamSettings, partitions: int) -> dict[str, int]:
+    """Return the partitions of every topic that a pipeline needs, by name; dead letters need one."""
+    needed = dict.fromkeys(stream.all_topics, partitions)
+    if stream.dead_letter_topic is not None:
+        needed.setdefault(stream.dead_letter_topic, 1)
+    return needed

@@ -1,0 +1,1 @@
+"""`anabranch versions`: the published versions of the model."""

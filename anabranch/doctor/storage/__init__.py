@@ -1,1 +1,0 @@
-"""The checks of what is stored on other hosts."""

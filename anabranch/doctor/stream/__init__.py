@@ -1,1 +1,0 @@
-"""Checks of what `[stream]` reads besides the topics."""

@@ -1,0 +1,136 @@
+"""A learner in this process on events from memory, in turns with a plain PyTorch loop in the same thread.
+
+Legend: B new events of a step, F features.
+"""
+
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from anabranch.ingest.events.block import Array, Block, Coverage
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.ingest.reader.reader import BlockReader
+from anabranch.learner.assembly import learn
+from anabranch.learner.settings.pipeline import PipelineSettings
+from benchmarks.harness.baseline_loop import plain_steps
+from benchmarks.harness.pipeline import Stream, pipeline
+
+FEATURES, CLASSES = 64, 10
+MODEL = {"factory": "mlp", "args": {"widths": [FEATURES, 32, CLASSES]}}
+"""Too small to matter: what is left of a step is the loop's."""
+BLOCK = 4096
+"""Events of a block, as many as an ingest process sends at once of events as narrow."""
+
+
+class MemorySource:
+    """A topic without an end, whose blocks are in memory; calls `turn_over` after every `blocks` blocks."""
+
+    history = hold_out = problem = None
+    reads_history = False
+    unknown_fields = overweight = 0
+
+    def __init__(self, schema: Schema, blocks: int, turn_over: Callable[[], object]) -> None:
+        self._columns = fake_columns(schema, range(BLOCK), label=range(CLASSES))
+        self._columns["feature.x"] = np.random.default_rng(0).random((BLOCK, FEATURES), np.float32)
+        self._blocks, self._turn_over = blocks, turn_over
+        self._sent = 0
+        self.ends_time: float | None = None
+        self.letters_dropped, self.tombstones = Counter[str](), Counter[str]()
+        self.partitions: Sequence[Partition] = [Partition(TopicPartition("memory", 0), 0, None)]
+
+    def poll(self, _timeout: timedelta) -> Block:
+        """Return the next block."""
+        if self._sent % self._blocks == 0:
+            self._turn_over()
+        begin, self._sent = self._sent * BLOCK, self._sent + 1
+        columns: Mapping[str, Array] = {
+            **self._columns,
+            "offset": np.arange(begin, begin + BLOCK),
+            "outcome": np.zeros(BLOCK, np.uint8),
+            "reason": np.zeros(BLOCK, np.uint8),
+        }
+        return Block(columns, (Coverage(0, begin, begin + BLOCK),))
+
+    def open(self, *_: object, **_named: object) -> None:
+        """All blocks are there."""
+
+    def receive(self) -> None:
+        """All blocks are there."""
+
+    def release(self, _block: Block) -> None:
+        """Blocks are new each time."""
+
+    def commit(self, _offsets: Mapping[int, int]) -> None:
+        """There is no broker."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Turns:
+    """Times the loop's thread and the plain loop in turns: seconds of CPU time a step, of each."""
+
+    def __init__(self, plain: Callable[[], None], steps: int, rounds: int, stop: threading.Event) -> None:
+        """Take the steps of a turn, and after how many rounds `stop` is set; one round more comes first, to warm up."""
+        self.learner: list[float] = []
+        self.plain: list[float] = []
+        self._plain, self._steps, self._rounds, self._stop = plain, steps, rounds, stop
+        self._begin = 0.0
+        self._numbers: Iterator[int] = count()
+
+    def __call__(self) -> None:
+        """End a turn of the learner, take one of the plain loop, and begin the next of the learner."""
+        begin = time.thread_time()
+        for _ in range(self._steps):
+            self._plain()
+        end = time.thread_time()
+        if (number := next(self._numbers)) > 1:
+            self.learner.append((begin - self._begin) / self._steps)
+            self.plain.append((end - begin) / self._steps)
+        if number > self._rounds:
+            self._stop.set()
+        self._begin = time.thread_time()
+
+
+def measure(batch: int, steps: int, rounds: int, optimizer: Mapping[str, Any]) -> Turns:
+    """Return CPU seconds a step of the loop's thread, and of a plain loop, over turns of at least `steps` steps.
+
+    Both have one thread of torch, and train on as many old events as new ones.
+    """
+    described = {
+        "features": {"x": {"dtype": "float32", "shape": [FEATURES]}},
+        "label": {"name": "y", "classes": CLASSES},
+    }
+    sections = {
+        "learner": {"batch_size": batch, "optimizer": optimizer, "max_grad_norm": float("inf")},
+        "replay": {"capacity": 10_000},
+        "versions": {"publish_every": "1s"},
+        "checkpoints": {"every": "30s"},
+    }
+    document = pipeline(Stream("localhost:9", "memory", described, 0), MODEL, 0, sections)
+    document["model"]["factory"] = "benchmarks.harness.models:mlp"
+    blocks, stop = max(1, steps * batch // BLOCK), threading.Event()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        plain = plain_steps(MODEL, optimizer, batch, FEATURES)
+        turns = Turns(plain, blocks * BLOCK // batch, rounds, stop)
+        with tempfile.TemporaryDirectory() as folder:
+            spec = PipelineSettings.model_validate(document).below(Path(folder))
+            source = MemorySource(Schema(spec.events), blocks, turns)
+            learn(spec, stop, source=cast("BlockReader", source))
+    finally:
+        torch.set_num_threads(threads)
+    return turns

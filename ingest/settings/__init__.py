@@ -1,0 +1,1 @@
+"""The sections `[stream]` and `[schema]` of `pipeline.toml`."""

@@ -1,1 +1,0 @@
-"""What the learner changes about itself: its response to drift, and how much it replays."""

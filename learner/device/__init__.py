@@ -1,0 +1,1 @@
+"""The device: its health, its memory, and how training shares it with serving."""

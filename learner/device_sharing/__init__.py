@@ -1,1 +1,0 @@
-"""Gives the device to serving while requests wait."""

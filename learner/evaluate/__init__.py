@@ -1,0 +1,1 @@
+"""How well the model does: on new events, on held-out ones, over time; and what the learner changes in response."""

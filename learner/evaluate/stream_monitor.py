@@ -1,0 +1,373 @@
+"""Measures the stream with each step: scores of new events, the simplest rule, drift, and how the learner responds.
+
+Test-then-train: each step's predictions are those of a model that has not seen the events (Gama et al. 2013, "On
+evaluating stream learning algorithms"). Drift is detected by the error on new events, and adjusts the learning rate and
+the replay ratio of the next step.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anabranch.learner.evaluate.adwin import Adwin, Winsorizer, winsorized
+from anabranch.learner.evaluate.replay_ratio import ScoreSum, make_ratio
+from anabranch.learner.model.task import Task
+from anabranch.learner.settings.learner import DriftSettings, LearnerSettings
+
+log = logging.getLogger(__name__)
+
+
+class RunningMean:
+    """A mean over a window without a change, and since the beginning of the stream. Used by one thread."""
+
+    def __init__(self, *, bounded: bool) -> None:
+        self.window = Adwin(bounded=bounded)
+        self.rows, self.total = 0, 0.0
+
+    def add(self, total: float, rows: int) -> None:
+        """Add the total of some rows."""
+        self.window.add(total, rows)
+        self.rows += rows
+        self.total += self.window.added
+
+    @property
+    def now(self) -> float | None:
+        """The mean over the window; None before the first row."""
+        return self.window.mean
+
+    @property
+    def overall(self) -> float | None:
+        """The mean since the beginning of the stream, restarts included; None before the first row."""
+        return self.total / self.rows if self.rows else None
+
+    @property
+    def windows(self) -> dict[str, float]:
+        """Both means, by `now` and `overall`; empty before the first row."""
+        return {} if self.now is None or self.overall is None else {"now": self.now, "overall": self.overall}
+
+    def restore(self, window: Mapping[str, Any], rows: int, total: float) -> None:
+        """Restore the state of a checkpoint."""
+        self.window.restore(window)
+        self.rows, self.total = rows, total
+
+
+class SimplestRule:
+    """Of labels that are one class or one number; without any score for others. Used by one thread."""
+
+    def __init__(self, *, bounded: bool) -> None:
+        """`bounded`: whether labels are classes."""
+        self._classes = bounded
+        self._scores = RunningMean(bounded=bounded)
+        self._counts = np.zeros(0, np.int64)
+        self._guess = 0
+        """The class with the most events."""
+        self._winsorizer = Winsorizer()
+        self._mean = 0.0
+        self._seen = 0
+
+    def add(self, label_B: NDArray[Any]) -> None:
+        """Score the rule on B new labels, and count them."""
+        is_class = label_B.dtype.kind in "iu"
+        if label_B.ndim != 1 or not len(label_B) or is_class != self._classes:
+            return
+        score = self._score_class(label_B) if is_class else self._score_number(label_B)
+        if self._seen:
+            self._scores.add(score, len(label_B))
+        self._seen += len(label_B)
+
+    def _score_class(self, label_B: NDArray[Any]) -> float:
+        right = float(np.count_nonzero(label_B == self._guess))
+        if (most := int(label_B.max())) >= len(self._counts):
+            self._counts = np.append(self._counts, np.zeros(most + 1 - len(self._counts), np.int64))
+        np.add.at(self._counts, label_B, 1)
+        candidates = np.append(label_B, self._guess)
+        self._guess = int(candidates[np.argmax(self._counts[candidates])])
+        return right
+
+    def _score_number(self, label_B: NDArray[Any]) -> float:
+        error = float(np.abs(label_B.astype(np.float64) - self._mean).sum())
+        mean = self._winsorizer.add(float(label_B.mean(dtype=np.float64)))
+        self._mean += (mean - self._mean) * len(label_B) / (self._seen + len(label_B))
+        return -error
+
+    @property
+    def windows(self) -> dict[str, float]:
+        """Its mean score on the newest events, and on all; empty before there is one."""
+        return self._scores.windows
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        there = np.flatnonzero(self._counts)
+        return {
+            "window": self._scores.window.state(),
+            "counts": [there.tolist(), self._counts[there].tolist()],
+            "guess": self._guess,
+            "recent": self._winsorizer.state(),
+            "mean": self._mean,
+            "seen": self._seen,
+            "rows": self._scores.rows,
+            "total": self._scores.total,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self._scores.restore(state["window"], state["rows"], state["total"])
+        there, counts = state["counts"]
+        self._counts = np.zeros(max(there, default=-1) + 1, np.int64)
+        self._counts[there] = counts
+        self._winsorizer.restore(state["recent"])
+        self._guess, self._mean, self._seen = state["guess"], state["mean"], state["seen"]
+
+
+def score_of_constant(label_G: NDArray[Any]) -> float | None:
+    """Return the mean score of the one answer that fits G labels best; None where they are no classes nor numbers."""
+    if label_G.ndim != 1 or not len(label_G):
+        return None
+    if label_G.dtype.kind in "iu":
+        return float(np.unique(label_G, return_counts=True)[1].max()) / len(label_G)
+    label = label_G.astype(np.float64)
+    return -float(winsorized(np.abs(label - np.median(label))).mean())
+
+
+@dataclass(frozen=True)
+class Scored:
+    """New events of a step before training on them: how many, and the sums of their scores and losses."""
+
+    rows: int
+    score: float
+    loss: float
+
+    def __add__(self, other: "Scored") -> "Scored":
+        return Scored(self.rows + other.rows, self.score + other.score, self.loss + other.loss)
+
+
+NOT_SCORED = Scored(0, 0.0, 0.0)
+"""No events."""
+
+
+def scored(task: Task, outputs_B: NDArray[np.float32], label_B: NDArray[np.generic]) -> Scored:
+    """Score predictions that were made when B events came by the labels that came later.
+
+    Args:
+        task: the meaning of the outputs.
+        outputs_B: of the model, float32 `[B, ...]`.
+        label_B: as in the schema's column.
+    """
+    output, label = torch.from_numpy(outputs_B), torch.from_numpy(label_B)
+    with torch.no_grad():
+        score, loss = task.score(output, label).sum(), task.loss(output, label).sum()
+    return Scored(len(label_B), score.item(), loss.item())
+
+
+class Prequential:
+    """Mean score and loss of new events before training on them."""
+
+    def __init__(self, *, bounded: bool = True) -> None:
+        self.score = RunningMean(bounded=bounded)
+        self.loss = RunningMean(bounded=False)
+
+    def add(self, scored: Scored) -> None:
+        """Add a step's new events; a score that is not finite is ignored."""
+        if math.isfinite(scored.score):
+            self.score.add(scored.score, scored.rows)
+        # A strategy may leave out events that make the task's own loss of a step infinite.
+        usual = (self.loss.now or 0.0) * scored.rows
+        self.loss.add(scored.loss if math.isfinite(scored.loss) else usual, scored.rows)
+
+    @property
+    def window(self) -> int:
+        """Events in the score's window."""
+        return int(self.score.window.weight)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {
+            "score": self.score.window.state(),
+            "loss": self.loss.window.state(),
+            "rows": self.loss.rows,
+            "scored": self.score.rows,
+            "total": self.score.total,
+            "total_loss": self.loss.total,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the windows of a checkpoint."""
+        self.score.restore(state["score"], state["scored"], state["total"])
+        self.loss.restore(state["loss"], state["rows"], state["total_loss"])
+
+
+class Drift:
+    """Monitors the error before training with ADWIN, and starts a new window after each change.
+
+    Only a rising error is drift: a falling one is learning. The result depends only on the added scores. Used by one
+    thread.
+    """
+
+    def __init__(self, settings: DriftSettings, *, bounded: bool = True) -> None:
+        self._settings = settings
+        self._bounded = bounded
+        self.acts = bool(settings.actions)
+        """Whether anything is done after a drift; if not, none is detected."""
+        self._window = self._new_window()
+        self._left = 0
+        self.count = 0
+        """Drifts over the life of the pipeline."""
+        self.step: int | None = None
+        """The step at which the newest one was detected."""
+        self.pending = False
+        """Whether the newest one still waits for `respond`."""
+        self.factors = (1.0, 1.0)
+        """Factors of learning rate and replay ratio in the next step; both 1 unless a drift was recent."""
+
+    def add(self, step: int, scored: Scored) -> bool:
+        """Add the scores of a step's new events, and return whether they show a drift.
+
+        Called after each step, for which the factors fall: also of one without a scored event, or with a score that is
+        not finite, which are ignored.
+        """
+        if self._left:
+            self._set_left(self._left - 1)
+        if not self.acts or not scored.rows or not math.isfinite(scored.score):
+            return False
+        error = scored.rows - scored.score if self._bounded else -scored.score
+        change = self._window.add(error, scored.rows)
+        if not change:
+            return False
+        self._window = self._new_window()
+        if change < 0:
+            return False
+        self.count, self.step, self.pending = self.count + 1, step, True
+        log.warning("drift at step %d: the error on new events rose by %.3g", step, change)
+        return True
+
+    def respond(self) -> None:
+        """Apply the actions of the config from the next step on."""
+        self.pending = False
+        self._set_left(self._settings.steps)
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether a checkpoint is written before the actions are applied."""
+        return "checkpoint" in self._settings.actions
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {
+            "window": self._window.state(),
+            "left": self._left,
+            "count": self.count,
+            "step": self.step,
+            "pending": self.pending,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self._window.restore(state["window"])
+        self.count, self.step, self.pending = state["count"], state["step"], state["pending"]
+        self._set_left(state["left"])
+
+    def _set_left(self, steps: int) -> None:
+        """Set how many steps are left in which the actions apply: factors decrease linearly to 1 over these."""
+        self._left, settings = steps, self._settings
+        highest = {"raise-lr": settings.lr_factor, "raise-replay": settings.replay_factor}
+        lr, replay = (most if how in settings.actions else 1.0 for how, most in highest.items())
+        self.factors = 1.0 + (lr - 1.0) * steps / settings.steps, 1.0 + (replay - 1.0) * steps / settings.steps
+
+    def _new_window(self) -> Adwin:
+        return Adwin(self._settings.delta, bounded=self._bounded)
+
+
+@dataclass(frozen=True)
+class Adjustments:
+    """Settings of the next step.
+
+    Attributes:
+        lr_factor: the config's learning rate is multiplied by it.
+        replay_ratio: old events for each new one.
+        drifted: whether the step before showed a drift.
+        checkpoint_first: whether a checkpoint is written before the learner responds to that drift.
+    """
+
+    lr_factor: float
+    replay_ratio: float
+    drifted: bool = False
+    checkpoint_first: bool = False
+
+
+class StreamMonitor:
+    """Prequential score, drift and replay ratio, which all follow from the scores of a step. Used by one thread."""
+
+    def __init__(self, settings: LearnerSettings, *, bounded: bool = True) -> None:
+        """Start without measurements; `bounded`: scores are between 0 and 1, else they are negated errors."""
+        self.bounded = bounded
+        self.prequential = Prequential(bounded=bounded)
+        self.simplest = SimplestRule(bounded=bounded)
+        self.drift = Drift(settings.drift, bounded=bounded)
+        self.ratio = make_ratio(settings, bounded=bounded)
+        self.measures = settings.replay_ratio == "auto"
+        """Whether the replay ratio follows from measurements, which some steps make."""
+        self.needs_each_step = self.measures or not {"mark"}.issuperset(settings.drift.actions)
+        """Whether the settings of a step depend on the scores of the one before."""
+        self.adjustments = self._adjustments()
+        """Settings of the next step."""
+        self._warned = False
+
+    def observe(self, step: int, new: Scored, old: ScoreSum | None) -> Adjustments:
+        """Return the settings of the next step.
+
+        Args:
+            step: the number of the step that has ended.
+            new: scores of its new events before training; none where no label is known yet.
+            old: scores of the old events that it probed, if it did.
+        """
+        if new.rows:
+            self._measure(step, new, old)
+        self.adjustments = self._adjustments(drifted=self.drift.add(step, new))
+        return self.adjustments
+
+    def _measure(self, step: int, new: Scored, old: ScoreSum | None) -> None:
+        self.prequential.add(new)
+        if math.isfinite(new.score):
+            if self.measures:
+                self.ratio.observe(ScoreSum(new.rows, new.score), old)
+        elif not self._warned:
+            self._warned = True
+            log.warning(
+                "step %d: the task's score of its events is %s; scores that are not finite are left out of what is "
+                "measured, and not logged again",
+                step,
+                new.score,
+            )
+
+    def respond(self) -> None:
+        """Respond to the last drift: from the next step on the settings are raised, as the config says."""
+        self.drift.respond()
+        self.adjustments = self._adjustments()
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {
+            "prequential": self.prequential.state(),
+            "drift": self.drift.state(),
+            "ratio": self.ratio.state(),
+            "simplest": self.simplest.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self.prequential.restore(state["prequential"])
+        self.drift.restore(state["drift"])
+        self.ratio.restore(state["ratio"])
+        self.simplest.restore(state["simplest"])
+        self.adjustments = self._adjustments()
+
+    def _adjustments(self, *, drifted: bool = False) -> Adjustments:
+        lr_factor, replay_factor = self.drift.factors
+        first = drifted and self.drift.checkpoints
+        return Adjustments(lr_factor, self.ratio.now * replay_factor, drifted, first)

@@ -1,1 +1,0 @@
-"""How good the model is: prequential error, the holdout set, forgetting."""

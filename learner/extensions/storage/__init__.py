@@ -1,0 +1,1 @@
+"""Uploads of versions, checkpoints and erasures to an object store."""

@@ -1,1 +1,0 @@
-"""Indexes of entries that are rows of arrays: by number, by key and by time."""

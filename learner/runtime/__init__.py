@@ -1,1 +1,0 @@
-"""Process plumbing: background worker, shutdown, status server, heartbeat, profiler."""

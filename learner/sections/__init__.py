@@ -1,1 +1,0 @@
-"""Sections of `pipeline.toml` within `[model]`, by file. They import no torch, and `learner.config` composes them."""

@@ -1,1 +1,0 @@
-"""What the search of `[search]` reports, and the file by which a person controls it."""

@@ -1,0 +1,454 @@
+"""One round of steps of learning: replay, test, train, learn features, respond to a drift, store.
+
+Whatever learns as a pipeline does takes its steps here: the loop with the events of a stream, a backtest with those of
+a file.
+"""
+
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import Counter
+
+from anabranch.core.failures import out_of_memory
+from anabranch.ingest.events.block import Array, SkipReason
+from anabranch.ingest.events.partition import TopicPartition
+from anabranch.learner.evaluate.holdout import HoldoutSet
+from anabranch.learner.evaluate.stream_monitor import Scored, StreamMonitor
+from anabranch.learner.model.faulty_events import Raised, RaisingEventsError
+from anabranch.learner.model.features.learned import features_of
+from anabranch.learner.model.features.numbers import FAR, MOST, LearnedNumber, OutlierBounds, empty_bounds
+from anabranch.learner.status.metrics import LearnerMetrics
+from anabranch.learner.step.loop_state import StepState
+from anabranch.learner.step.replay_feed import NOTHING, Replay, ReplayFeed
+from anabranch.learner.strategies.examples import Examples
+from anabranch.learner.stream.batch import Batch, without_raised
+from anabranch.learner.train.out_of_memory import MemoryRetry
+from anabranch.learner.train.step_result import StepResult
+from anabranch.learner.train.trainer import Trainer
+
+_T = TypeVar("_T")
+
+
+_MANY = 10
+_MOST_LOGGED = 20
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken.
+
+    Attributes:
+        batch: its events, without those on which the model raised, and without any where the step was not finite and is
+            one of several of a round.
+        replay: the old events.
+        result: None if the model raised on all new events, or there were none.
+        seconds: how long it took.
+    """
+
+    batch: Batch
+    replay: Replay
+    result: StepResult | None
+    seconds: float = 0.0
+
+    @property
+    def finite(self) -> StepResult | None:
+        """The result of a step that was finite, else None."""
+        return self.result if self.result is not None and self.result.finite else None
+
+
+log = logging.getLogger(__name__)
+
+
+class ValueWatch:
+    """Logs values that are far from all others with their offset, the first ones of a process.
+
+    These are floats that a model gets as they are, or has to predict: nothing learns from them but weights, in one step
+    of a bounded gradient. Used by the loop's thread; any may read. Legend: B events, F columns.
+    """
+
+    def __init__(self, known: Collection[str]) -> None:
+        """Watch all features of floats but the `known` ones, which are scaled; and labels of a regression."""
+        self._known = {f"feature.{name}" for name in known}
+        self._names: list[str] | None = None
+        self._bounds: OutlierBounds | None = None
+        self.said: list[str] = []
+        """What was logged."""
+        self.warning: str | None = None
+        """One sentence on the last of them."""
+
+    def observe(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
+        """Take the new events of a step; `partitions` are those that their column points into."""
+        if self._names is None:
+            self._names = [name for name, column in columns.items() if self._is_watched(name, column)]
+            self._bounds = OutlierBounds(empty_bounds(len(self._names), exponents=600))
+        if not self._names or not len(columns["offset"]):
+            return
+        assert self._bounds is not None
+        value_BF = np.stack([_largest(columns[name]) for name in self._names], axis=1)
+        _, _, reach_F = self._bounds.add(value_BF)
+        far_BF = (self._bounds.distance(value_BF) > FAR * reach_F) & (reach_F > 0)
+        for row, index in zip(*np.nonzero(far_BF), strict=True):
+            name = partitions[int(columns["partition"][row])]
+            where, at = f"{name.topic}[{name.partition}]", int(columns["offset"][row])
+            what = self._names[index]
+            key = f"schema.features.{what[8:]}" if what != "label" else "schema.label"
+            command = f'"anabranch undo --offsets {where}@{at}..{at}"'
+            self.warning = (
+                f"{key} of {where}@{at} is as large as {value_BF[row, index]:g}, far from all others. "
+                f"{command} takes the event out again; {key}.min and max refuse such values"
+            )
+            if len(self.said) < _MOST_LOGGED:
+                self.said.append(self.warning)
+                log.warning("%s", self.warning)
+
+    def _is_watched(self, name: str, column: Array) -> bool:
+        is_input = name.startswith("feature.") and name not in self._known
+        return column.dtype.kind == "f" and (is_input or (name == "label" and column.ndim == 1))
+
+
+def _largest(column: Array) -> NDArray[np.float64]:
+    """Return the number of each event that is largest by its absolute value, float64 `[B]`; NaN where all are."""
+    flat = column.reshape(len(column), -1)
+    most, least = flat.max(axis=1), flat.min(axis=1)
+    if (unknown := np.isnan(most)).any():
+        most[unknown], least[unknown] = np.fmax.reduce(flat[unknown], axis=1), np.fmin.reduce(flat[unknown], axis=1)
+    largest: NDArray[np.float64] = np.where(most >= -least, most, least).astype(np.float64)
+    return np.clip(largest, -MOST, MOST)
+
+
+class NonFiniteSteps:
+    """Counts consecutive steps that were skipped, since their loss or gradient was not finite.
+
+    Used by the loop's thread; any may read.
+    """
+
+    def __init__(self, metric: Counter) -> None:
+        self._metric = metric
+        self.in_a_row = 0
+
+    def add(self, step: int, loss: float, events: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
+        """Count and log a step with the new events of these columns."""
+        self._metric.inc()
+        self.in_a_row += 1
+        log.warning(
+            "step %d: loss %s or its gradient is not finite; skipped %s", step, loss, _ranges(events, partitions)
+        )
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether many consecutive steps were not finite, maybe because of the weights."""
+        return self.in_a_row >= _MANY
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence when many consecutive steps are not finite."""
+        if not self.spoiled:
+            return None
+        return (
+            f"the last {self.in_a_row} steps were skipped because loss or gradient was not finite; check whether the "
+            "weights are. No checkpoint is written until a step is finite again"
+        )
+
+
+def _ranges(columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> str:
+    """Return ranges of events as `topic[partition]@first..last`, for logs."""
+    parts = []
+    for index in np.unique(columns["partition"]).tolist():
+        name = partitions[index]
+        offsets = columns["offset"][columns["partition"] == index]
+        parts.append(f"{name.topic}[{name.partition}]@{offsets.min()}..{offsets.max()}")
+    return ", ".join(parts)
+
+
+Queues = Sequence[deque[tuple[NDArray[np.uint64], str]]]
+"""Hashes of held-out events on which the model raised, with the error; other threads add to them."""
+
+
+class RaisingEvents:
+    """Removes, counts and logs events on which the model raises. Used by the loop's thread."""
+
+    def __init__(
+        self,
+        state: StepState,
+        replay: ReplayFeed,
+        holdout: HoldoutSet,
+        queues: Queues,
+        metric: Counter,
+    ) -> None:
+        """Start with no such events; see `LearningStep`. `metric`: counts events, by where they were removed."""
+        self._state = state
+        self._replay = replay
+        self._holdout = holdout
+        self.queues = queues
+        self._metric = metric
+        self.raised = Raised()
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence when the model raises on too many new events. Any thread may ask."""
+        return self.raised.problem(self._seen)
+
+    @property
+    def _seen(self) -> int:
+        """New events so far: those that were trained on, and those on which the model raised."""
+        return self._state.rows_new + self.raised.new
+
+    def remove(self, batch: Batch, replay: Replay, error: RaisingEventsError) -> Replay:
+        """Skip the new events that `error` names, and remove the old ones from the store; return the remaining ones."""
+        count = len(batch)
+        raised = np.zeros(count + sum(map(len, replay.examples)), np.bool_)
+        raised[error.indices] = True
+        new, old = raised[:count], raised[count:]
+        if old.any():
+            replay = self.remove_old(replay, old, error.message)
+        if rows := int(new.sum()):
+            skipped = {name: batch.new[name][new] for name in ("partition", "offset")}
+            batch.skip(new, SkipReason.MODEL)
+            self._metric.labels("new").inc(rows)
+            self.raised.add(self._seen + rows, rows, error.message)
+            self.raised.log("which are skipped", self._names(skipped), error.message)
+        return replay
+
+    def remove_old(self, replay: Replay, rows: NDArray[np.bool_], message: str) -> Replay:
+        """Remove old events of a step from the store, and return the others; `message`: of the error on one of them."""
+        replay, records = self._replay.remove(replay, rows)
+        self._metric.labels("replay").inc(len(records))
+        self.raised.log("which are replayed no more", self._names(records), message)
+        return replay
+
+    def clean_holdout(self) -> None:
+        """Remove events on which the model raised from the holdout set."""
+        for queue in self.queues:
+            while queue:
+                hashes, message = queue.popleft()
+                removed = self._holdout.remove(hashes)
+                if removed and (count := len(removed["offset"])):
+                    self._metric.labels("held_out").inc(count)
+                    self.raised.log("which are held out no more", self._names(removed), message)
+
+    def _names(self, columns: Mapping[str, Array] | NDArray[np.void]) -> list[str]:
+        """Return the names of events, as `topic[partition]@offset`."""
+        names = [account.name for account in self._state.ledger.partitions]
+        events = zip(columns["partition"].tolist(), columns["offset"].tolist(), strict=True)
+        return [f"{names[index].topic}[{names[index].partition}]@{offset}" for index, offset in events]
+
+
+class LearningStep:
+    """Takes the steps of a learner. Used by one thread."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        monitor: StreamMonitor,
+        replay: ReplayFeed,
+        holdout: HoldoutSet,
+        queues: Queues,
+        state: StepState,
+        metrics: LearnerMetrics,
+        memory: MemoryRetry,
+    ) -> None:
+        """Take what a step uses.
+
+        Args:
+            trainer: trains the model.
+            monitor: measures the steps, and determines their replay ratio.
+            replay: the source of old events, from whose store those on which the model raises are removed.
+            holdout: from which held-out events on which it raises are removed.
+            queues: names them.
+            state: the partitions, and how many steps and events there were.
+            metrics: count them too.
+            memory: repeats what ran out of memory.
+        """
+        self._trainer = trainer
+        self._monitor = monitor
+        self._replay = replay
+        self.raising_events = RaisingEvents(state, replay, holdout, queues, metrics.raised)
+        self._raised = self.raising_events.raised
+        self._state = state
+        self._metrics = metrics
+        self._trained_new, self._trained_old = (metrics.rows.labels(source) for source in ("new", "replay"))
+        self._lr_factor = 1.0
+        self.non_finite = NonFiniteSteps(metrics.non_finite)
+        learned = features_of(trainer.model)
+        self.values = ValueWatch(() if learned is None else learned.of(LearnedNumber))
+        self.memory = memory
+        self.copied: Callable[[Mapping[str, Array]], Examples] = trainer.examples
+        """Returns the new events of a batch on the device."""
+        self.scored: Callable[[Batch, StepResult], tuple[Scored, Array]] = _scored
+        """Returns the scores of the events of a batch that have their label, from before the step, and these labels."""
+        self.request_checkpoint: Callable[[], object] | None = None
+        """Requests the checkpoint that is written before the response to a drift; None: there are no checkpoints."""
+        self.size = sys.maxsize
+        """New events of a step; a batch with more is trained on in several."""
+        self.measures_each = False
+        """Whether each step is measured by itself, and not all of a round at once, so that a response to a drift comes
+        after the same step however long rounds are."""
+        self.seconds = 0.0
+        """How long a step of the last round took."""
+
+    def take(self, batch: Batch, names: Sequence[TopicPartition]) -> Sequence[Taken]:
+        """Learn the new events of a batch, in one step or several, and add its events to the store.
+
+        For each step:
+
+        1. Sample the old events that were chosen some steps before: no event is replayed in the round in which it is
+           trained on.
+        2. Test, then train, then learn features from the new events. A step that is not finite leaves all as it was;
+           events on which the model raises are skipped, and the others trained on.
+
+        Then for all of them:
+
+        3. Measure the steps, and respond to a drift.
+        4. Add the events to the store: only those that were trained on. Choose those of later steps.
+
+        Args:
+            batch: its events; those on which the model raises leave it, and of several steps those of a step that was
+                not finite.
+            names: of the partitions that its column `partition` points into.
+        """
+        if not batch.new:
+            self.memory(partial(self._replay.add, self._state.steps, batch, NOTHING, None, names), undone=False)
+            return ()
+        first, everything, steps = self._state.steps, batch.new, batch.steps(self.size)
+        copies = self._copies(batch, len(steps))
+        taken = []
+        for each in steps:
+            taken.append(self._take_step(each, next(copies), names, alone=len(steps) == 1))
+            if self.measures_each:
+                self._measure(each, taken[-1:])
+        batch.skip_of_steps(steps)
+        self._count(taken)
+        if any(each.result is not None for each in taken):
+            self.values.observe(batch.new if len(taken) == 1 else without_raised(everything, steps), names)
+        if not self.measures_each:
+            self._measure(batch, taken)
+        added = taken
+        if len(taken) > 1 and self._replay.adds_rounds and all(_has_no_embedding(each.result) for each in taken):
+            added, first = [Taken(batch, NOTHING, None)], self._state.steps - 1
+        for number, step in enumerate(added, first + 1):
+            self.memory(partial(self._replay.add, number, step.batch, step.replay, step.result, names), undone=False)
+        return taken
+
+    def _copies(self, batch: Batch, steps: int) -> Iterator[Examples | None]:
+        """Yield the new events of each step on the device, copied at once; None where the step copies its own: where
+        it is alone, and where the device has no memory for all."""
+        everything: Examples | None = None
+        if steps > 1:
+            try:
+                everything = self.copied(batch.new)
+            except RuntimeError as exc:
+                if not out_of_memory(exc):
+                    raise
+        for step in range(steps):
+            yield None if everything is None else everything[step * self.size : (step + 1) * self.size]
+
+    def _take_step(self, batch: Batch, copy: Examples | None, names: Sequence[TopicPartition], *, alone: bool) -> Taken:
+        """Take one step; `alone`: the batch is that of the loop, which settles it whole where it was not finite."""
+        begin, state = time.perf_counter(), self._state
+        replay = self.memory(partial(self._replay.sample, state.steps, len(batch)))
+        replay, result = self._train(batch, replay, copy)
+        state.steps += 1
+        if result is None:
+            self._raised.steps_in_a_row += 1
+        elif not result.finite:
+            self.non_finite.add(state.steps, result.loss, batch.new, names)
+            if not alone:
+                batch.skip(np.ones(len(batch), np.bool_), SkipReason.NON_FINITE)
+        else:
+            self.non_finite.in_a_row = self._raised.steps_in_a_row = 0
+            state.rows_new += result.rows
+            state.rows_replay += result.replayed
+        return Taken(batch, replay, result, time.perf_counter() - begin)
+
+    def respond(self) -> None:
+        """Respond to a drift."""
+        self._trainer.on_drift()
+        self._monitor.respond()
+
+    def _train(self, batch: Batch, replay: Replay, copy: Examples | None) -> tuple[Replay, StepResult | None]:
+        """Step without the events on which the model raises, as if they had not come.
+
+        `copy`: the events of the batch on the device; None: they are to be copied.
+
+        Ranks that split the model only know that some event of the step is one. They try the new ones alone: where that
+        is no error, the old ones are the cause, and leave the store.
+
+        Returns:
+            The remaining old events, and the result; None if the model raised on all new events, which leave the batch.
+        """
+        trainer = self._trainer
+        if (factor := self._monitor.adjustments.lr_factor) != self._lr_factor:
+            trainer.update.schedule.scale = factor
+            self._lr_factor = factor
+        suspects: tuple[Replay, str] | None = None
+        while batch.new:
+            try:
+                new, copy = copy or self.memory(partial(self.copied, batch.new)), None
+                step = partial(trainer.step, new, replay.examples, batch.new)
+                result = self.memory(step, repeatable=False)
+            except RaisingEventsError as exc:
+                error = exc
+            else:
+                if suspects is not None:
+                    removed, message = suspects
+                    everything = np.ones(sum(map(len, removed.examples)), np.bool_)
+                    self.raising_events.remove_old(removed, everything, message)
+                return replay, result
+            if error.of_batch and replay.examples:
+                suspects, replay = (replay, error.message), Replay(probed=replay.probed)
+            else:
+                replay = self.raising_events.remove(batch, replay, error)
+        return replay, None
+
+    def _count(self, taken: Sequence[Taken]) -> None:
+        """Count the steps of a round."""
+        metrics, finite = self._metrics, [each.finite for each in taken]
+        metrics.steps.inc(len(taken))
+        for each in taken:
+            metrics.step.observe(each.seconds)
+        self.seconds = sum(each.seconds for each in taken) / len(taken)
+        self._trained_new.inc(sum(result.rows for result in finite if result is not None))
+        self._trained_old.inc(sum(result.replayed for result in finite if result is not None))
+
+    def _measure(self, batch: Batch, taken: Sequence[Taken]) -> None:
+        """Measure steps with the new events of a batch, those that were finite, and respond where they show a drift."""
+        finite = [(each, each.finite) for each in taken if each.finite is not None]
+        if not finite:
+            return
+        if len(finite) > 1 and not all(math.isfinite(result.score) for _, result in finite):
+            for each, _ in finite:  # a step whose score is not finite is left out alone
+                self._measure(each.batch, [each])
+            return
+        (first, result), *others = finite
+        assert result is not None
+        scored, labels = self.scored(batch if others else first.batch, result)
+        for _, other in others:
+            assert other is not None
+            scored += Scored(0, other.score, other.loss_new)
+        self._monitor.simplest.add(labels)
+        adjustments = self._monitor.observe(self._state.steps, scored, first.replay.probed)
+        if adjustments.drifted:
+            self._metrics.drifts.inc()
+            if adjustments.checkpoint_first and self.request_checkpoint is not None:
+                self.request_checkpoint()
+            else:
+                self.respond()
+
+
+def _has_no_embedding(result: StepResult | None) -> bool:
+    return result is None or result.embedding_N is None
+
+
+def _scored(batch: Batch, result: StepResult) -> tuple[Scored, Array]:
+    """Return the scores of the step's own predictions, of events with a label, and these labels."""
+    labels = batch.new["label"][batch.new["labelled"].astype(np.bool_)]
+    return Scored(len(labels), result.score, result.loss_new), labels

@@ -1,0 +1,384 @@
+"""The quality gate: judges versions before they are published, and follows which one serves.
+
+It compares with two versions: the one that serving should serve, and the best of those served within `gate.max_hold`.
+`ServedMonitor` has a third one. Decisions by a person are in `state.json`, which serving writes.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.learner.errors import VersionError
+from anabranch.learner.evaluate.holdout import YOUNG, HoldoutRows
+from anabranch.learner.evaluate.scoring import Scorer, Scores, class_marks
+from anabranch.learner.settings.learner import GateSettings
+from anabranch.learner.state_dir.folders import other_base
+from anabranch.learner.versions.format import ModelReference, RegistryState, Verdict, Versions
+from anabranch.learner.versions.scores import Baseline
+from anabranch.learner.versions.verdict import Drop, GateInput, compare, judge, surpasses
+
+MONITOR_ROWS = 50
+"""Held-out events after a swap before monitoring judges it."""
+MONITOR_ENOUGH = 500
+"""After so many events, or the youngest quarter of the holdout set if that is less, a version is good. With a holdout
+set whose quarter is less than `MONITOR_ROWS` there is no monitoring."""
+
+log = logging.getLogger(__name__)
+
+
+class _Start(NamedTuple):
+    """The start of a hold."""
+
+    began: float
+    """When the first version failed, by the monotonic clock, which measures durations."""
+    since: float
+    """The same in seconds since 1970, for display only."""
+    served: int | None
+    """The version that is served meanwhile."""
+
+
+class Hold:
+    """Whether versions fail in a row, and since when. Used by one thread; others may read attributes."""
+
+    def __init__(self, max_hold: timedelta) -> None:
+        self._max_seconds = max_hold.total_seconds()
+        self._start: _Start | None = None
+        self._restored: _Start | None = None
+        """The hold of the restored checkpoint."""
+        self.reasons: Sequence[str] = ()
+        """Why the last version failed."""
+
+    @property
+    def since(self) -> float | None:
+        """When the first version failed, in seconds since 1970; None without a hold."""
+        start = self._start
+        return start.since if start is not None else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether versions have failed for longer than `gate.max_hold`."""
+        start = self._start
+        return start is not None and time.monotonic() - start.began >= self._max_seconds
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence when versions have failed for longer than `gate.max_hold`."""
+        start = self._start
+        if start is None or not self.is_over:
+            return None
+        when = datetime.fromtimestamp(start.since, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+        why = self.reasons[0] if self.reasons else "the reason is unknown"
+        return f"no version has passed the gate since {when}: {why}; serve one by hand, or check the events since then"
+
+    def start(self, served: int | None, reasons: Sequence[str]) -> None:
+        """Start or continue the hold after a version failed."""
+        if self._start is None:
+            self._start = _Start(time.monotonic(), time.time(), served)
+            log.warning("a version failed the gate: %s", "; ".join(reasons))
+        self._start = self._start._replace(served=served)
+        self.reasons = reasons
+
+    def resume(self, served: int) -> None:
+        """Continue the hold of the restored checkpoint if the same version is served."""
+        if self._restored is not None and self._restored.served == served:
+            self._start = self._restored
+
+    def end(self) -> None:
+        """End the hold, since a version may be served."""
+        self._start, self.reasons = None, ()
+
+    def state(self) -> dict[str, Any]:
+        """Return the hold for a checkpoint. Any thread may call this."""
+        start = self._start
+        return {} if start is None else {"held_seconds": time.monotonic() - start.began, "served": start.served}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the hold of a checkpoint, before anything is judged; time without a learner does not count."""
+        if "held_seconds" in state:
+            seconds = float(state["held_seconds"])
+            self._restored = _Start(time.monotonic() - seconds, time.time() - seconds, state["served"])
+
+
+class ServedMonitor:
+    """Compares what serves with the last version that it found good. Used by the publisher's thread.
+
+    Versions are published faster than held-out events come, so all since the last good one are on probation together.
+    """
+
+    def __init__(self, settings: GateSettings, scorer: Scorer) -> None:
+        self._settings = settings
+        self._scorer = scorer
+        self.last_good: Baseline | None = None
+        self.first: int | None = None
+        """The first version served after the last good one; all from it on are on probation. None where none is."""
+        self._before = np.empty(0, np.uint64)
+        """The events that were held out before the probation began."""
+        self._enough = min(MONITOR_ENOUGH, max(1, settings.holdout_rows // YOUNG))
+        self.next_check_at = 0
+        """How many events have to come after the probation began before the next comparison."""
+
+    def begin(self, served: Baseline) -> None:
+        """Put a version that serves from now on on probation, or count it as good where there is no other."""
+        if self.last_good is None:
+            self.last_good = served
+        elif self.first is None:
+            self._before, self.next_check_at = served.held_out, min(MONITOR_ROWS, self._enough)
+            self.first = served.number
+
+    def restart(self, last_good: Baseline | None) -> None:
+        """End the probation of all versions, and compare later ones with this one."""
+        self.last_good, self.first = last_good, None
+
+    def verdict(self, served: Baseline, rows: HoldoutRows) -> Verdict | None:
+        """Return a verdict on all versions on probation where the served one is worse; None as long as it is not.
+
+        The comparison is repeated each time the events have grown by half: one after each event would fail by chance.
+
+        A last good version that is certainly worse on the events held out before does not come back: it has learned too
+        little, and where labels are wrong it may well be the better one on the newest events.
+        """
+        last_good = self.last_good
+        if last_good is None or self.first is None or not len(rows):
+            return None
+        fresh = ~np.isin(rows.columns["hash"].astype(np.uint64), self._before)
+        count = int(np.count_nonzero(fresh))
+        if count < self.next_check_at:
+            return None
+        served_G, last_good_G = (each.scores(self._scorer, rows.columns) for each in (served, last_good))
+        self.next_check_at = min(count + count // 2, self._enough)
+        drop = self._drop(served_G, last_good_G, fresh)
+        if drop is None:
+            return None
+        if drop.rows >= MONITOR_ROWS and drop.certain(self._settings.max_drop_new):
+            undone = self._drop(last_good_G, served_G, ~fresh)
+            if undone is not None and undone.certain(self._settings.max_drop_old):
+                return None
+            reason = (
+                f"monitoring found it worse than version {last_good.number} on {drop.rows} events that came after it"
+            )
+            numbers = {"watch": drop.candidate, "watch_rival": drop.baseline, "watch_drop": drop.drop}
+            return Verdict("fail", [reason], numbers)
+        if count >= self._enough:
+            self.restart(served)
+        return None
+
+    def _drop(self, candidate_G: Scores, baseline_G: Scores, marked_G: NDArray[np.bool_]) -> Drop | None:
+        """Compare two versions on the marked events; None without one on which the scores of both are finite."""
+        both = marked_G & np.isfinite(candidate_G) & np.isfinite(baseline_G)
+        return compare(candidate_G[both], baseline_G[both], bounded=self._scorer.bounded) if both.any() else None
+
+
+class QualityGate:
+    """Decides which versions serving may take. Used by the publisher's thread; other threads may read attributes."""
+
+    def __init__(
+        self,
+        versions: Versions,
+        settings: GateSettings,
+        scorer: Scorer,
+        reference: ModelReference,
+        served: Callable[[RegistryState], RegistryState] = lambda own: own,
+    ) -> None:
+        """`served` adds to `state.json` what servers on other hosts serve and have decided."""
+        self._versions = versions
+        self._served_by_all = served
+        self._settings = settings
+        self.scorer = scorer
+        self._reference = reference
+        self._served: Baseline | None = None
+        self._best: Baseline | None = None
+        self._best_served = 0.0
+        """When the best version was served last, or became the best; by the monotonic clock."""
+        self.monitored = ServedMonitor(settings, scorer)
+        self._state: RegistryState | None = None
+        self._surpasses = True
+        self.hold = Hold(settings.max_hold)
+        """The hold while versions fail in a row."""
+        self.withdrawn = 0
+        """Times that monitoring has withdrawn the served versions."""
+
+    def judge(self, scores_G: Scores, rows: HoldoutRows) -> Verdict:
+        """Judge a candidate by its scores on the held-out events."""
+        self._refresh(rows)
+        inputs = self._gate_input(scores_G, rows)
+        bounded = self.scorer.bounded
+        self._surpasses = surpasses(inputs, bounded=bounded)
+        verdict = judge(inputs, self._settings, bounded=bounded)
+        if (
+            verdict.verdict == "fail"
+            and self.hold.is_over
+            and self._settings.on_hold == "serve"
+            and np.isfinite(scores_G).any()
+        ):
+            self._best = None  # the next served version is the one that all others are compared with
+            self.monitored.restart(None)
+            reason = 'served although it failed: no version has passed for gate.max_hold, and gate.on_hold is "serve"'
+            return Verdict("inconclusive", [reason, *verdict.reasons], verdict.numbers)
+        return verdict
+
+    def record_published(
+        self, number: int, weights: Mapping[str, Tensor], scores_G: Scores, rows: HoldoutRows, verdict: Verdict
+    ) -> None:
+        """Record a published version, weights on the host; one that has not failed is served from now on."""
+        if verdict.verdict == "fail":
+            self._start_hold(verdict.reasons)
+            return
+        if self.hold.since is not None:
+            log.info("version %d may be served, after none could", number)
+        baseline = Baseline(number, weights, rows.hashes)
+        if len(rows):
+            baseline.set_scores(rows.columns, scores_G)
+        self.monitored.begin(baseline)
+        if self._best is None or self._surpasses:
+            self._compare_with(baseline)
+        self._serve(baseline)
+        self.hold.end()
+
+    def monitor(self, rows: HoldoutRows) -> None:
+        """Compare the served version with the last good one on events held out since; withdraw it if it is worse."""
+        self._refresh(rows)
+        if self._served is None:
+            return
+        first, last_good = self.monitored.first, self.monitored.last_good
+        verdict = self.monitored.verdict(self._served, rows)
+        if verdict is not None and first is not None and last_good is not None:
+            self._withdraw(verdict, last_good, first)
+
+    def return_to(self, baseline: Baseline, reasons: list[str]) -> None:
+        """Compare later versions with this one: those since were rejected, for these reasons."""
+        self._start_with(baseline)
+        self._start_hold(reasons)
+
+    @property
+    def needed(self) -> set[int]:
+        """Versions that serving may roll back to, and that must not be deleted."""
+        return {each.number for each in (self._served, self.monitored.last_good) if each is not None}
+
+    def _gate_input(self, scores_G: Scores, rows: HoldoutRows) -> GateInput:
+        total, held = len(scores_G), self.hold.since is not None
+        new = np.arange(total) >= total - total // YOUNG
+        served, best = self._served, self._best
+        if served is None or (total < self._settings.min_rows and not held) or not total:
+            return GateInput(scores_G, scores_G if served else None, None, new, ~new, {}, held=held)
+        if best is served:
+            self._best_served = time.monotonic()
+        elif time.monotonic() - self._best_served > self._settings.max_hold.total_seconds():
+            best = self._compare_with(served)
+        served_G = served.scores(self.scorer, rows.columns)
+        best_G = best.scores(self.scorer, rows.columns) if best is not None and best is not served else None
+        # Events that come while nothing passes may be why the candidates are worse: they do not become old knowledge.
+        old = ~new & served.held_out_before(rows.columns["hash"].astype(np.uint64)) if held else ~new
+        finite = np.isfinite(served_G) & np.isfinite(scores_G)
+        classes = {name: marks & finite for name, marks in class_marks(self.scorer.schema, rows).items()}
+        classes = {name: marks for name, marks in classes.items() if marks.any()}
+        return GateInput(scores_G, served_G, best_G, new, old, classes, held=held)
+
+    def _compare_with(self, best: Baseline) -> Baseline:
+        """Compare later versions with another best, for `gate.max_hold` at least."""
+        self._best, self._best_served = best, time.monotonic()
+        return best
+
+    def _serve(self, served: Baseline) -> None:
+        self._served = served
+        self.scorer.keep_on_device(served.weights)
+
+    def _start_hold(self, reasons: list[str]) -> None:
+        served = self._served.number if self._served is not None else None
+        self.hold.start(served, reasons)
+
+    def _withdraw(self, verdict: Verdict, last_good: Baseline, first: int) -> None:
+        """Fail all versions on probation that still exist: serving rolls back to the last good one."""
+        on_probation = [
+            number for number in self._versions.numbers() if number >= first and not _has_failed(self._versions, number)
+        ]
+        log.warning("versions %s are withdrawn: %s", ", ".join(map(str, on_probation)), verdict.reasons[0])
+        for number in on_probation:
+            with contextlib.suppress(FileNotFoundError):
+                self._versions.write_verdict(number, verdict)
+        self.withdrawn += 1
+        if self._best is not None and self._best.number >= first:
+            self._compare_with(last_good)
+        self._serve(last_good)
+        self.monitored.restart(last_good)
+        self._start_hold(verdict.reasons)
+
+    def _refresh(self, rows: HoldoutRows) -> None:
+        """Load the baselines after a restart, and apply decisions that a person has made since the last call."""
+        try:
+            state = self._served_by_all(self._versions.state())
+        except (VersionError, OSError):  # serving writes the file, and reports its problems
+            return
+        before = self._state
+        if before is None:
+            self._load_baselines(state, rows)
+        elif state.promoted is not None and state.promoted != before.promoted:
+            self._start_with(self._read_baseline(state.promoted, rows))
+            self.hold.end()
+        elif self._served is not None and self._served.number in state.rolled_back and state.serving is not None:
+            self._start_with(self._read_baseline(state.serving, rows))
+            self._start_hold(["a person rolled back the version before"])
+        self._state = state  # at the end: where memory runs out, the next call does all of this again
+
+    def _load_baselines(self, state: RegistryState, rows: HoldoutRows) -> None:
+        """Load the newest version on disk that serving may take as all three baselines."""
+        failed, numbers = False, self._versions.numbers()
+        passed_over = (self._versions.stale(numbers) - {state.promoted}) | {*state.rolled_back}
+        for number in reversed(numbers):
+            if number in passed_over:
+                continue
+            with contextlib.suppress(VersionError, OSError):
+                verdict = self._versions.verdict(number)
+                if verdict is None or (verdict.verdict == "fail" and number != state.promoted):
+                    failed = failed or verdict is not None
+                    continue
+            if (baseline := self._read_baseline(number, rows)) is not None:
+                self._start_with(baseline)
+                break
+        if failed and self._served is not None and len(rows):
+            self.hold.resume(self._served.number)
+            self._start_hold(["versions failed before the learner was started"])
+
+    def _start_with(self, baseline: Baseline | None) -> None:
+        if baseline is not None:
+            self.monitored.restart(self._compare_with(baseline))
+            self._serve(baseline)
+
+    def _read_baseline(self, number: int, rows: HoldoutRows) -> Baseline | None:
+        """Read a version; None when it has another schema or model, or is damaged or gone."""
+        try:
+            return self.read(number, rows)
+        except (VersionError, OSError) as exc:
+            log.warning("no version can be compared with version %d: %s", number, exc)
+            return None
+
+    def read(self, number: int, rows: HoldoutRows, versions: Versions | None = None) -> Baseline | None:
+        """Read a version, of this learner or of `versions`; None when it has another schema, model or base.
+
+        Raises:
+            OSError: it cannot be read for now.
+            VersionError: it is damaged, or gone.
+        """
+        versions = versions or self._versions
+        manifest = versions.manifest(number)
+        if manifest.schema != self.scorer.schema.digest or manifest.model != self._reference:
+            return None
+        if (other := other_base(manifest.base, self._versions.base)) is not None:
+            log.warning("version %d %s, so that no version can be compared with it", number, other)
+            return None
+        weights = versions.weights(manifest)
+        return Baseline(number, weights, rows.hashes) if self.scorer.fits(weights) else None
+
+
+def _has_failed(versions: Versions, number: int) -> bool:
+    try:
+        verdict = versions.verdict(number)
+    except VersionError:
+        return False
+    return verdict is not None and verdict.verdict == "fail"

@@ -1,0 +1,126 @@
+"""Scores of versions on held-out events: of those that others are compared with, and of each new one."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.ingest.events.block import Array
+from anabranch.learner.evaluate.adwin import winsorized
+from anabranch.learner.evaluate.forgetting import ForgettingState, retention_of
+from anabranch.learner.evaluate.holdout import HoldoutRows
+from anabranch.learner.evaluate.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
+from anabranch.learner.versions.verdict import Marks
+
+_SHARE = 4
+"""Scoring uses at most 1 / `_SHARE` of a core or CUDA device; versions due meanwhile are skipped."""
+
+Hashes = NDArray[np.uint64]
+"""Hashes of the identities of events."""
+
+
+@dataclass
+class Baseline:
+    """The weights of a version, and its scores by event and label: each is scored once. Used by one thread.
+
+    A held-out event may get another label later, and then has another score.
+    """
+
+    number: int
+    weights: Mapping[str, Tensor]
+    held_out: Hashes
+    """The events that were held out when it was published."""
+    _scored: Hashes = field(default_factory=lambda: np.empty(0, np.uint64))
+    _labels: Array | None = None
+    _scores: Scores = field(default_factory=lambda: np.empty(0))
+
+    def held_out_before(self, hashes: Hashes) -> Marks:
+        """Return which events had been held out when this version was published."""
+        return np.isin(hashes, self.held_out)
+
+    def set_scores(self, columns: Mapping[str, Array], scores: Scores) -> None:
+        """Store its scores on G events, columns `[G, ...]`, and drop earlier ones."""
+        hashes = columns["hash"].astype(np.uint64)
+        order = np.argsort(hashes)
+        self._scored, self._labels, self._scores = hashes[order], columns["label"][order], scores[order]
+
+    def scores(self, scorer: Scorer, columns: Mapping[str, Array]) -> Scores:
+        """Return its scores on G events, columns `[G, ...]`; only those without a stored score of the same label are
+        scored."""
+        hashes, label = columns["hash"].astype(np.uint64), columns["label"]
+        kept, scores = np.isin(hashes, self._scored), np.empty(len(hashes))
+        if self._labels is not None:
+            at = np.searchsorted(self._scored, hashes[kept])
+            same = (self._labels[at] == label[kept]).all(axis=tuple(range(1, label.ndim)))
+            kept[kept] = same
+            scores[kept] = self._scores[at[same]]
+        if not kept.all():
+            fresh = {name: column[~kept] for name, column in columns.items()}
+            scores[~kept] = scorer.score(self.weights, fresh)
+        self.set_scores(columns, scores)
+        return scores
+
+
+class VersionScoring:
+    """Used by the publisher's thread; any thread may read the attributes."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._newest: tuple[HoldoutRows, Mapping[str, Tensor]] | None = None
+        self.rested_at = 0.0
+        """When the next version may be scored, by `time.monotonic`."""
+        self.evaluation = Evaluation()
+        """Evaluation of the newest version, whatever its verdict."""
+        self.retention = ForgettingState()
+        """Best scores of earlier versions, and scores of versions on events that came after them."""
+
+    @property
+    def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
+        """Hashes of held-out events on which the model raised, and the error; the loop's thread removes them."""
+        return self._scorer.raised
+
+    def score(self, weights: Mapping[str, Tensor], holdout: HoldoutRows) -> tuple[Scores, HoldoutRows]:
+        """Score a version on the holdout set, and the version before it on events that came since.
+
+        Return the scores and their events, without those on which the model raises.
+        """
+        begin = self._scorer.seconds()
+        self._score_near_future(holdout)
+        scores_G, raised = self._scorer.score_and_find(weights, holdout.columns)
+        if len(raised):
+            scores_G = scores_G[~np.isin(holdout.columns["hash"].astype(np.uint64), raised)]
+            holdout = holdout.without(raised)
+        self._newest = holdout, weights
+        self.evaluation = evaluation_of(scores_G, self._scorer.schema, holdout)
+        if self.evaluation.windows:
+            self.retention = self.retention.followed_by(self.evaluation)
+        self.rested_at = time.monotonic() + (_SHARE - 1) * (self._scorer.seconds() - begin)
+        return scores_G, holdout
+
+    def _score_near_future(self, holdout: HoldoutRows) -> None:
+        """Score the previous version on held-out events that came after it."""
+        if self._newest is None:
+            return
+        rows, weights = self._newest
+        fresh = newcomers(holdout, rows)
+        if fresh and len(fresh["label"]):
+            scores, raised = self._scorer.score_and_find(weights, fresh)
+            stays = ~np.isin(fresh["hash"].astype(np.uint64), raised)
+            scores = scores[stays] if self._scorer.bounded else winsorized(scores[stays])
+            total = float(np.sum(scores))
+            if math.isfinite(total) and stays.any():
+                self.retention = self.retention.with_near(int(np.count_nonzero(stays)), total)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of `retention` as plain values, for a checkpoint."""
+        return self.retention.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore `retention` from a checkpoint."""
+        self.retention = retention_of(state)

@@ -1,0 +1,201 @@
+"""The verdict: decides from scores on the same held-out events whether a candidate may be served. Pure.
+
+Legend: G held-out events.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.learner.evaluate.adwin import limit_of
+from anabranch.learner.evaluate.scoring import Scores
+from anabranch.learner.settings.learner import GateSettings
+from anabranch.learner.versions.format import Verdict
+
+Marks = NDArray[np.bool_]
+"""Which events belong to a set, `[G]`."""
+
+_Z_95 = 1.645
+"""Standard errors of the one-sided 95 % limit."""
+_Z_99 = 2.326
+"""Standard errors of the one-sided 99 % limit."""
+_Z_999 = 3.09
+"""Standard errors of the one-sided 99.9 % limit, for repeated comparisons."""
+_Z_MONITOR = 4.5
+"""Standard errors that chance exceeds once in 300,000 comparisons: monitoring makes thousands a day."""
+_LEAST = 1e-12
+
+
+@dataclass(frozen=True)
+class Drop:
+    """How much worse a candidate scores than a baseline on the same events: absolute for accuracy, else relative.
+
+    Of errors, the means are of winsorised ones.
+    """
+
+    rows: int
+    candidate: float
+    """Mean score."""
+    baseline: float
+    """Mean score."""
+    drop: float
+    error: float
+    """Standard error of `drop`, from the paired differences."""
+
+    @property
+    def upper(self) -> float:
+        """Upper one-sided 95 % limit."""
+        return self.drop + _Z_95 * self.error
+
+    def possible(self, limit: float) -> bool:
+        """Return whether there is a drop (99 %), and it may exceed `limit` (95 %).
+
+        The second condition alone is not enough: two equally good models differ on some events, and where those are few
+        the upper limit exceeds `limit` by chance most of the time.
+        """
+        return self.upper > limit and self.drop > _Z_99 * self.error
+
+    @property
+    def certainly_better(self) -> bool:
+        """Whether the candidate is better, and not by chance."""
+        return -self.drop > _Z_999 * self.error
+
+    def certain(self, limit: float) -> bool:
+        """Return whether the drop exceeds `limit` and is not by chance, even over a thousand comparisons a day."""
+        return self.drop > limit and self.drop > _Z_MONITOR * self.error
+
+
+@dataclass(frozen=True)
+class GateInput:
+    """The inputs of a verdict; scores and marks are of the same G events.
+
+    Attributes:
+        candidate: scores of the version to be judged.
+        served: scores of the served version; None without one to compare with.
+        best: scores of the best version served within `max_hold`; None where it is the served one.
+        new: the youngest events.
+        old: events that measure old knowledge; events that came while nothing passed are in neither set.
+        classes: the events of each class that has enough of them, by its name.
+        held: whether nothing has passed since a version failed: then `min_rows` no longer makes it inconclusive.
+    """
+
+    candidate: Scores
+    served: Scores | None
+    best: Scores | None
+    new: Marks
+    old: Marks
+    classes: Mapping[str, Marks]
+    held: bool = False
+
+
+def compare(candidate_G: Scores, baseline_G: Scores, *, bounded: bool) -> Drop:
+    """Compare scores of the same G events, at least one, all finite.
+
+    Where scores are not `bounded`, between 0 and 1, those of both versions are winsorised by one limit, and events on
+    which both are beyond it are left out: their labels are wrong, or no version can predict them, and a single one of
+    them would make each difference small.
+    """
+    rows = len(candidate_G)
+    if not bounded:
+        limit = limit_of(np.concatenate([candidate_G, baseline_G]))
+        either_G = (np.abs(candidate_G) <= limit) | (np.abs(baseline_G) <= limit)
+        candidate_G, baseline_G = (np.clip(each[either_G], -limit, limit) for each in (candidate_G, baseline_G))
+    difference_G = baseline_G - candidate_G
+    counted, baseline = len(difference_G), float(baseline_G.mean())
+    unit = 1.0 if bounded else max(abs(baseline), _LEAST)
+    error = float(difference_G.std(ddof=1)) / math.sqrt(counted) if counted > 1 else math.inf
+    return Drop(rows, float(candidate_G.mean()), baseline, float(difference_G.mean()) / unit, error / unit)
+
+
+def judge(inputs: GateInput, settings: GateSettings, *, bounded: bool) -> Verdict:
+    """Return a verdict with numbers and reasons; `inconclusive` where too little is known."""
+    rows = len(inputs.candidate)
+    if wrong := _not_finite(inputs):
+        return Verdict("fail", [f"its score is not finite on {wrong} of {rows} held-out events"], {"rows": rows})
+    if inputs.served is None:
+        return Verdict("inconclusive", ["there is no served version to compare it with"], {"rows": rows})
+    if not rows or (rows < settings.min_rows and not inputs.held):
+        reason = f"{rows} of {settings.min_rows} held-out events, fewer than gate.min_rows"
+        return Verdict("inconclusive", [reason], {"rows": rows})
+    failed, unsure, numbers = [], [], {"rows": float(rows)}
+    for name, drop, limit in _drops(inputs, inputs.served, settings, bounded=bounded):
+        numbers |= {name: drop.candidate, f"{name}_rows": drop.rows, f"{name}_drop": drop.drop}
+        numbers |= {f"{name}_rival": drop.baseline, f"{name}_drop_upper": drop.upper}
+        sentence = f"{_WORDS[name]}: {_amount(drop, bounded=bounded)}, of {limit:g} that are allowed"
+        if drop.possible(limit) or (name != "new" and drop.drop > limit):
+            failed.append(f"worse than {sentence}")
+        elif not drop.upper <= limit:
+            unsure.append(f"too few events to distinguish it from {sentence}")
+    numbers |= _classes(inputs, inputs.served, bounded=bounded)
+    if inputs.held and not inputs.old.any():
+        failed.append("no held-out event is left by which the served version was judged: serve one by hand")
+    finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+    if failed:
+        return Verdict("fail", failed, finite)
+    return Verdict("inconclusive" if unsure else "pass", unsure, finite)
+
+
+def _not_finite(inputs: GateInput) -> int:
+    """Return on how many events the candidate alone has no finite score; those without one for either do not count."""
+    finite = np.isfinite(inputs.candidate)
+    if len(finite) and not finite.any():
+        return len(finite)
+    return int(np.count_nonzero(~finite & np.isfinite(inputs.served))) if inputs.served is not None else 0
+
+
+_WORDS = {
+    "new": "the served version on new events",
+    "old": "the served version on old events",
+    "best": "the best version served lately on old events",
+}
+
+
+def _drops(
+    inputs: GateInput, served_G: Scores, settings: GateSettings, *, bounded: bool
+) -> list[tuple[str, Drop, float]]:
+    """Return each comparison that has events: its name, the drop, and the allowed drop."""
+    comparisons = [
+        ("new", served_G, inputs.new, settings.max_drop_new),
+        ("old", served_G, inputs.old, settings.max_drop_old),
+    ]
+    if inputs.best is not None:
+        comparisons.append(("best", inputs.best, inputs.old, settings.max_drop_old))
+    return [
+        (name, compare(inputs.candidate[both], baseline_G[both], bounded=bounded), limit)
+        for name, baseline_G, marks, limit in comparisons
+        if (both := marks & np.isfinite(baseline_G) & np.isfinite(inputs.candidate)).any()
+    ]
+
+
+def surpasses(inputs: GateInput, *, bounded: bool) -> bool:
+    """Return whether a candidate is better on old events than the best before it, and not by chance."""
+    best_G = inputs.best if inputs.best is not None else inputs.served
+    if best_G is None:
+        return True
+    both = inputs.old & np.isfinite(best_G) & np.isfinite(inputs.candidate)
+    if not both.any():
+        return True
+    return compare(inputs.candidate[both], best_G[both], bounded=bounded).certainly_better
+
+
+def _classes(inputs: GateInput, served_G: Scores, *, bounded: bool) -> dict[str, float]:
+    """Return the score and drop of each class, and of the worst class, for display only."""
+    numbers: dict[str, float] = {}
+    drops: list[Drop] = []
+    if not inputs.classes:
+        return numbers
+    for name, marks in inputs.classes.items():
+        drop = compare(inputs.candidate[marks], served_G[marks], bounded=bounded)
+        drops.append(drop)
+        numbers |= {f"class_{name}": drop.candidate, f"class_{name}_drop": drop.drop}
+    worst = min(drop.candidate for drop in drops)
+    return numbers | {"worst": worst, "worst_rival": min(drop.baseline for drop in drops)}
+
+
+def _amount(drop: Drop, *, bounded: bool) -> str:
+    shown = drop.drop + 0.0  # not -0
+    what = f"{shown:.4f}" if bounded else f"{shown:.2%} of its error"
+    return f"{what} (at most {drop.upper:.4f}, {drop.rows} events)"

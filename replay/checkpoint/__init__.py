@@ -1,1 +1,0 @@
-"""What a checkpoint holds of the store, and how it is restored."""

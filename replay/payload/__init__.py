@@ -1,1 +1,0 @@
-"""Distributes the payload of held events among tiers: writes, reads, caches and erases rows."""

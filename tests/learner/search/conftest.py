@@ -1,8 +1,0 @@
-"""What all tests of the search share."""
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread: None) -> None:
-    """Models are small in all of them."""

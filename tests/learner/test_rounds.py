@@ -1,0 +1,342 @@
+"""A round of steps does what its steps would do one by one, and settles them together."""
+
+import dataclasses
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from anabranch.ingest.events.block import Block, Coverage
+from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.ingest.reader.cursors import Partition
+from anabranch.learner.step.learning_step import Taken
+from anabranch.learner.strategies.registry import STRATEGIES
+from anabranch.replay.sample_plan import Sample
+from tests.learner.learner_bench import NAME, LearnerBench, Stream, small_model
+
+BLOCK, BLOCKS, BATCH = 320, 2, 8
+EVENTS = BLOCK * BLOCKS
+TOO_LARGE = 1e8
+
+
+class WideStream(Stream):
+    """A topic whose blocks have many steps, of events that arrive in order; one in 40 is held out."""
+
+    def __init__(self, schema, stop):
+        super().__init__(schema, BLOCKS, stop)
+        self.partitions = [Partition(NAME, 0, EVENTS)]
+        self.offset = 0
+        """Of the next event."""
+
+    @override
+    def poll(self, timeout):
+        if self.offset == EVENTS:
+            self.stop.set()
+            return None
+        number, row = divmod(self.offset, BLOCK)
+        columns = fake_columns(self.schema, range(number * BLOCK, (number + 1) * BLOCK), label=[0, 1, 2, 1])
+        columns["outcome"][::40] = 3
+        columns["feature.x"] += np.random.default_rng(number).normal(size=columns["feature.x"].shape).astype(np.float32)
+        if self.change is not None:
+            self.change(columns)
+        begin, self.offset = self.offset, (number + 1) * BLOCK
+        return Block({name: column[row:] for name, column in columns.items()}, (Coverage(0, begin, self.offset),))
+
+
+class Picky(nn.Module):
+    """A model that raises on numbers that are too large."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = small_model()
+
+    @override
+    def forward(self, x):
+        if (x > TOO_LARGE).any():
+            raise ValueError("a number is too large")
+        output: Tensor = self.body(x)
+        return output
+
+
+def spoil(columns):
+    """Let some steps be not finite, and the model raise on some events, also on all of one step."""
+    columns["feature.x"][[53, 54, 201]] = np.nan
+    columns["feature.x"][[90, 91]] = 2 * TOO_LARGE
+    columns["feature.x"][250:266] = 2 * TOO_LARGE
+
+
+def made(path, schema, steps, strategy="er", learner=None, change=None):
+    """Return a learner whose rounds have up to `steps` steps."""
+    torch.manual_seed(0)
+
+    def stream(stop):
+        wide = WideStream(schema, stop)
+        wide.change = change
+        return wide
+
+    bench = LearnerBench(
+        path,
+        schema,
+        Picky(),
+        BLOCKS,
+        strategy=STRATEGIES[strategy](),
+        learner={"batch_size": BATCH, "replay_ratio": 1.0, **(learner or {})},
+        stream=stream,
+        keyed=False,
+    )
+    bench.parts.replay._ahead = 64  # type: ignore[attr-defined]
+    bench.loop._steps_of_round = lambda: steps  # type: ignore[method-assign]
+    return bench
+
+
+def rounds_of(bench):
+    """Run a learner; return how many steps each round had."""
+    torch.manual_seed(1)
+    rounds, take = list[int](), bench.loop._step.take
+
+    def counted(*given):
+        taken = take(*given)
+        rounds.append(len(taken))
+        return taken
+
+    bench.loop._step.take = counted  # type: ignore[method-assign]
+    bench.run()
+    return rounds
+
+
+def tensors_of(bench):
+    """Return what a checkpoint would have of model, optimizer and strategy."""
+    found = bench.trainer.tensors()
+    return {f"{kind}.{name}": value for kind, some in found.items() for name, value in some.items()}
+
+
+WITH_REPLAY = ("er", "er-ace", "der", "der++", "mir", "agem")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [*WITH_REPLAY, "none", "ewc", "lwf"])
+@pytest.mark.parametrize("change", [None, spoil], ids=["", "spoiled"])
+def test_the_bits_are_the_same_whatever_the_steps_of_a_round(schema, tmp_path, strategy, change):
+    learners = {
+        steps: made(tmp_path / str(steps), schema, steps, strategy, {"deterministic": True}, change)
+        for steps in (1, 2, 7, 32)
+    }
+    try:
+        rounds = {steps: rounds_of(bench) for steps, bench in learners.items()}
+        one, expected = learners[1], tensors_of(learners[1])
+        assert set(rounds[1]) == {1}
+        assert [max(rounds[steps]) for steps in (2, 7, 32)] == [2, 7, 32]
+        for bench in learners.values():
+            found = tensors_of(bench)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
+            assert bench.loop.ledger.state() == one.loop.ledger.state()
+            assert bench.parts.monitor.state() == one.parts.monitor.state()
+            assert bench.store.event_table.copy().tobytes() == one.store.event_table.copy().tobytes()
+            assert (bench.loop.state.rows_new, bench.loop.state.rows_replay) == (
+                one.loop.state.rows_new,
+                one.loop.state.rows_replay,
+            )
+        if change is not None:
+            assert one.loop.ledger.totals.skipped == {"non_finite": 32, "model": 36}
+    finally:
+        for bench in learners.values():
+            bench.close()
+
+
+def test_events_of_a_step_that_is_not_finite_alone_are_skipped_in_a_round(schema, tmp_path):
+    bench = made(tmp_path, schema, 32, learner={"drift": {"actions": ["mark"]}}, change=spoil)
+    assert max(rounds_of(bench)) == 32
+    outcomes, held = bench.loop.ledger.totals.outcomes, set(bench.store.event_table.copy()["offset"].tolist())
+    assert bench.loop.ledger.totals.skipped == {"non_finite": 32, "model": 36}
+    assert outcomes["skipped"] == 68
+    assert outcomes["trained"] == EVENTS - 16 - 68
+    assert bench.loop.state.rows_new == outcomes["trained"]
+    assert not held & {53, 54, 201, 90, 91, *range(250, 266)}
+    bench.close()
+
+
+@pytest.mark.slow
+def test_a_step_whose_score_is_not_finite_is_left_out_of_the_scores_of_its_round_alone(schema, tmp_path, monkeypatch):
+    """And values on which the model has raised are not what others are compared with."""
+    rows, watched = [], []
+    for steps in (1, 16):
+        bench = made(tmp_path / str(steps), schema, steps, learner={"replay_ratio": 0.0}, change=spoil)
+        trainer, step, seen = bench.parts.trainer, bench.parts.trainer.step, list[float]()
+
+        def scored(*given, step=step, bench=bench):
+            result = step(*given)
+            return dataclasses.replace(result, score=math.nan) if bench.loop.state.steps == 20 else result
+
+        def observe(columns, names, seen=seen):
+            seen.append(float(np.nanmax(columns["feature.x"])))
+
+        trainer.step = scored  # type: ignore[method-assign]
+        bench.loop._step.values.observe = observe  # type: ignore[method-assign]
+        bench.run()
+        rows.append(bench.loop.monitor.prequential.score.rows)
+        watched.append(max(seen))
+        bench.close()
+    assert rows[0] == rows[1] > 0
+    assert max(watched) < TOO_LARGE
+
+
+@pytest.mark.parametrize("strategy", ["er", "der"])
+def test_no_event_is_replayed_in_the_round_in_which_it_is_trained_on(schema, tmp_path, strategy):
+    bench = made(tmp_path, schema, 12, strategy)
+    replayed, sample, take = list[Sample](), bench.background_store.sample, bench.loop._step.take
+    checked = []
+
+    def sampled(step, n):
+        found = sample(step, n)
+        if found is not None:
+            replayed.append(found)
+        return found
+
+    def checking(batch, names):
+        replayed.clear()
+        new = set(batch.new["offset"].tolist())
+        taken: list[Taken] = take(batch, names)
+        old = {offset for each in replayed for offset in each.records["offset"].tolist()}
+        checked.append((len(taken), len(old)))
+        assert not old & new
+        return taken
+
+    bench.background_store.sample, bench.loop._step.take = sampled, checking  # type: ignore[method-assign]
+    bench.run()
+    assert max(steps for steps, _ in checked) == 12
+    assert checked[-1][1], "the last round replays"
+    bench.close()
+
+
+def test_a_learner_takes_rounds_of_as_many_steps_as_fit_the_time_where_they_wait(schema, tmp_path):
+    lengths = {}
+    for name, learner in {"long": {"round": "1h"}, "short": {"round": "0.001ms"}}.items():
+        bench = made(tmp_path / name, schema, 1, learner=learner)
+        del bench.loop._steps_of_round  # type: ignore[method-assign]
+        lengths[name] = rounds_of(bench)
+        assert sum(lengths[name]) == bench.loop.state.steps == 78
+        bench.close()
+    assert max(lengths["short"]) == 1
+    assert lengths["long"][0] == 1, "how long a step takes is not known yet"
+    assert max(lengths["long"]) > 8
+
+
+@pytest.mark.parametrize("strategy", ["er", "none"])
+def test_a_deterministic_learner_ends_a_round_in_time_too(schema, tmp_path, strategy):
+    bench = made(tmp_path, schema, 1, strategy, {"deterministic": True, "round": "0.001ms"})
+    del bench.loop._steps_of_round  # type: ignore[method-assign]
+    assert set(rounds_of(bench)) == {1}, "else a stop and the heartbeat wait for many slow steps"
+    bench.close()
+
+
+class UnevenStream(WideStream):
+    """A topic whose blocks have half a step to 80 steps."""
+
+    def __init__(self, schema, stop):
+        super().__init__(schema, stop)
+        sizes = np.random.default_rng(5).choice([4, 8, 16, 40, 80, 320, 640], 12)
+        self.blocks, self.ends = len(sizes), np.cumsum(sizes).tolist()
+        self.partitions = [Partition(NAME, 0, self.ends[-1])]
+
+    @override
+    def poll(self, timeout):
+        if self.next == self.blocks:
+            self.stop.set()
+            return None
+        begin, end = [0, *self.ends][self.next : self.next + 2]
+        self.next += 1
+        return Block(fake_columns(self.schema, range(begin, end), label=[0, 1, 2, 1]), (Coverage(0, begin, end),))
+
+
+def test_a_sample_is_chosen_for_each_step_of_a_round_that_is_taken_early(schema, tmp_path, monkeypatch):
+    monkeypatch.setattr("anabranch.learner.step.batch_source.overlaps", lambda _device: True)
+    learner = {"batch_size": BATCH, "max_delay": "1h", "round": "1h"}
+    bench = LearnerBench(
+        tmp_path, schema, small_model(), 0, learner=learner, stream=partial(UnevenStream, schema), keyed=False
+    )
+    store, sample, chosen = bench.background_store, bench.background_store.sample, list[bool]()
+
+    def sampled(step, n):
+        chosen.append(step <= store.through)
+        return sample(step, n)
+
+    store.sample = sampled  # type: ignore[method-assign]
+    assert max(rounds_of(bench)) > 8
+    assert all(chosen), f"steps {np.flatnonzero(~np.array(chosen))} replay nothing"
+    bench.close()
+
+
+def test_each_step_copies_its_events_where_the_device_has_no_memory_for_those_of_a_round(schema, tmp_path):
+    bench = made(tmp_path, schema, 32)
+    copy = bench.loop._step.copied
+
+    def copied(columns):
+        if len(columns["offset"]) > BATCH:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+        return copy(columns)
+
+    bench.loop._step.copied = copied
+    assert max(rounds_of(bench)) == 32
+    assert bench.loop.state.rows_new == EVENTS - 16
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [{"replay_ratio": "auto"}, {"drift": {"actions": ["raise-lr"]}}, {"drift": {"actions": ["checkpoint"]}}],
+    ids=str,
+)
+def test_each_step_is_a_round_where_its_scores_change_the_next(schema, tmp_path, learner):
+    bench = made(tmp_path, schema, 1, learner={**learner, "round": "1h"})
+    del bench.loop._steps_of_round  # type: ignore[method-assign]
+    assert set(rounds_of(bench)) == {1}
+    bench.close()
+
+
+class KilledError(Exception):
+    """Stands for the death of a learner."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["er", "der"])
+def test_a_learner_that_dies_in_the_middle_of_a_round_repeats_all_of_it_to_the_same_bits(schema, tmp_path, strategy):
+    settings = {"deterministic": True}
+    whole = made(tmp_path / "whole", schema, 7, strategy, settings, spoil)
+    rounds_of(whole)
+    killed = made(tmp_path / "killed", schema, 7, strategy, settings, spoil)
+    torch.manual_seed(1)
+    step, begun = killed.trainer.step, list[int]()
+
+    def until_killed(*given):
+        if killed.loop.state.steps == begun[-1] + 3 > 40:
+            raise KilledError
+        return step(*given)
+
+    def request_checkpoint():
+        begun.append(killed.loop.state.steps)
+        if len(begun) == 4:
+            killed.checkpointer.request()
+
+    begun.append(0)
+    killed.trainer.step = until_killed  # type: ignore[method-assign]
+    with pytest.raises(KilledError):
+        killed.run(request_checkpoint)
+    killed.close()
+
+    last = made(tmp_path / "killed", schema, 7, strategy, settings, spoil)
+    last.resume()
+    assert 0 < last.loop.state.steps < begun[-1]
+    last.stream.offset = last.loop.ledger.partitions[0].position.offset  # type: ignore[attr-defined]
+    last.run()
+    expected = tensors_of(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in tensors_of(last).items())
+    assert last.loop.ledger.state() == whole.loop.ledger.state()
+    held = [sorted(bench.store.event_table.copy()["offset"].tolist()) for bench in (last, whole)]
+    assert held[0] == held[1]
+    for bench in (whole, last):
+        bench.close()
