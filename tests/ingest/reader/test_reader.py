@@ -510,12 +510,19 @@ def test_an_ingest_process_with_nothing_to_send_is_not_restarted(kafka, make_top
 
 
 def test_a_batch_that_is_damaged_on_the_network_is_fetched_again(kafka, make_topic, produce):
-    """In messages that are large compared with their headers, which have no checksum."""
+    """In messages that are large compared with their headers, which have no checksum.
+
+    What is damaged may be an answer's length: the client then waits for `socket.timeout.ms`, by default half a minute.
+    """
     topic, messages, each = make_topic(), 10, 50
+    properties = {"socket.timeout.ms": "3000"}
     schema = {"features": {"x": {"dtype": "int32", "shape": [1000]}}, "label": {"name": "y", "classes": 3}}
     rows = np.zeros(messages * each, [("x", "<i4", (1000,)), ("y", "<i8")])
     rows["x"] = np.arange(len(rows))[:, None]
-    with Proxy(kafka.bootstrap) as proxy, opened(proxy.address, topic, schema, format="rows") as source:
+    with (
+        Proxy(kafka.bootstrap) as proxy,
+        opened(proxy.address, topic, schema, format="rows", properties=properties) as source,
+    ):
         proxy.suffer(Fault(corrupted=1.0))
         produce(kafka.bootstrap, topic, [part.tobytes() for part in np.split(rows, messages)])
         found: list[tuple[int, int]] = []
