@@ -154,11 +154,6 @@ class Leader(StepWrapper):
         return {}
 
     @override
-    def state(self) -> dict[str, Any]:
-        self._gather()
-        return {}
-
-    @override
     def on_drift(self) -> None:
         self._channel.send_all(Action.DRIFT)  # before this rank: strategies may sum over all ranks
 

@@ -62,11 +62,11 @@ class StepWrapper:
         """Prepare for copies of the weights and buffers, or of the optimizer's tensors."""
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Prepare for copies of all, and return further parts of a checkpoint."""
+        """Prepare for copies of all and for the state, which comes next, and return further parts of a checkpoint."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Prepare for the state of the trainer, and return further JSON values."""
+        """Return further JSON values; called after `tensors`."""
         return {}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], /) -> None:
