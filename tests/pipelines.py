@@ -5,15 +5,13 @@ import os
 import re
 import signal
 import subprocess
-import threading
-import time
 import tomllib
 import urllib.request
 from typing import TypeVar
 
 from anabranch.learner.status.report import read_report
 from tests import forkserver
-from tests.support.waiting import PATIENCE_SECONDS, slowness
+from tests.support.waiting import PATIENCE_SECONDS, slowness, wait_until
 
 T = TypeVar("T")
 
@@ -80,12 +78,13 @@ class Part:
     def until(self, poll, patience=PATIENCE_SECONDS):
         """Return the first true value of `poll`; fail if the process ends first, or after `patience` seconds of an idle
         machine."""
-        deadline = time.monotonic() + patience * slowness()
-        while not (value := poll()):
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            threading.Event().wait(0.02)
-        return value
+
+        def polled():
+            value = poll()
+            assert value or self.process.poll() is None, self.log.read_text()
+            return value
+
+        return wait_until(polled, self.log.read_text, patience, every=0.02)
 
     def kill(self):
         """SIGKILL, and wait."""

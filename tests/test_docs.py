@@ -48,7 +48,7 @@ from anabranch.learner.versions.format import Versions
 from anabranch.serving.reporting.report import read_report
 from tests import forkserver
 from tests.support.formats import FORMATS
-from tests.support.waiting import slowness
+from tests.support.waiting import wait_until
 from tools import reference
 from tools.draw_benchmarks import RESULTS, newest
 
@@ -412,9 +412,7 @@ def test_the_quickstart_ends_with_predictions(kafka, tmp_path):
     assert shell(produce, folder).count("=1999") == 2
     with subprocess.Popen(up.split(), cwd=folder, env=environment, stderr=subprocess.DEVNULL) as pipeline:
         try:
-            deadline = time.monotonic() + 120 * slowness()
-            while not _is_served(folder) and time.monotonic() < deadline:
-                time.sleep(0.2)
+            wait_until(lambda: _is_served(folder), every=0.2)
             answers = shell(ask, folder).splitlines()
         finally:
             pipeline.send_signal(signal.SIGINT)
@@ -438,9 +436,7 @@ def test_a_pretrained_model_learns_from_texts_and_answers_them(kafka, make_topic
         page["pretrained up"].split(), cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL
     ) as up:
         try:
-            deadline = time.monotonic() + 120 * slowness()
-            while not _is_served(tmp_path) and time.monotonic() < deadline:
-                time.sleep(0.2)
+            wait_until(lambda: _is_served(tmp_path), every=0.2)
             reply = json.loads(shell_in(environment, ask, tmp_path))
         finally:
             up.send_signal(signal.SIGINT)
@@ -470,15 +466,14 @@ def test_the_history_is_learned_and_then_the_topic(kafka, make_topic, produce, t
     )
 
     def wait_for(events):
-        deadline, learned = time.monotonic() + 120 * slowness(), 0
-        while time.monotonic() < deadline:
+        def read_to_the_end():
             report = read_learner(tmp_path / "var")
-            if report is not None and (now := sum(report.outcomes.values())) > learned:
-                deadline, learned = time.monotonic() + 120 * slowness(), now
-            if report is not None and learned >= events and report.backfill is not None and report.backfill.done:
-                return report
-            time.sleep(0.2)
-        raise AssertionError(f"no {events} events: {report}")
+            done = report is not None and report.backfill is not None and report.backfill.done
+            return report if done and sum(report.outcomes.values()) >= events else None
+
+        return wait_until(
+            read_to_the_end, lambda: f"{events} events of {read_learner(tmp_path / 'var')}", 240, every=0.2
+        )
 
     with subprocess.Popen(page["backfill up"].split(), cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as up:
         try:
@@ -510,17 +505,17 @@ def test_the_drill_goes_on_without_a_lost_or_repeated_event(kafka, tmp_path):
 
     def stored(folder, events):
         """Wait until so many events have an outcome, and a checkpoint with these is in the object store."""
-        deadline = time.monotonic() + 120 * slowness()
-        while time.monotonic() < deadline:
+
+        def checkpointed():
             report = read_learner(folder / "var")
-            if report is not None and sum(report.outcomes.values()) >= events:
-                there = decoded((tmp_path / "bucket" / "head.json").read_bytes(), BucketHead).checkpoints
-                state = json.loads((folder / f"var/checkpoints/{report.checkpoint}/rank-0/state.json").read_text())
-                counted = sum(sum(partition["outcomes"].values()) for partition in state["ledger"])
-                if counted >= events and report.checkpoint in there:
-                    return report
-            time.sleep(0.2)
-        raise AssertionError(f"no {events} events: {report}; {(folder / 'learner.log').read_text()}")
+            if report is None or sum(report.outcomes.values()) < events:
+                return None
+            there = decoded((tmp_path / "bucket" / "head.json").read_bytes(), BucketHead).checkpoints
+            state = json.loads((folder / f"var/checkpoints/{report.checkpoint}/rank-0/state.json").read_text())
+            counted = sum(sum(partition["outcomes"].values()) for partition in state["ledger"])
+            return report if counted >= events and report.checkpoint in there else None
+
+        return wait_until(checkpointed, (folder / "learner.log").read_text, every=0.2)
 
     try:
         shell_in(environment, page["drill first"], tmp_path)

@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import subprocess
-import time
 import uuid
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from tests import forkserver
 from tests.deploy.objects import ROOT, documented, environment, pods
 from tests.support.ports import free_ports
-from tests.support.waiting import slowness
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -85,9 +84,7 @@ def test_its_containers_serve_a_model_that_has_learned_the_events(kafka, tmp_pat
     with pod.start(pod.main, *pod.main["args"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
             pod.execute(pod.main, "produce", "-", given=events)
-            deadline = time.monotonic() + 120 * slowness()
-            while not pod.is_ready() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.2)
+            wait_until(lambda: pod.is_ready() or process.poll() is not None, every=0.2)
             answers = pod.execute(pod.main, "predict", "-", given=events).splitlines()
         finally:
             process.terminate()

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 
 import psutil
 import pytest
@@ -15,7 +14,7 @@ from tests.faults.pipeline import POLL_SECONDS, Pipeline, make_topic, send
 from tests.faults.serving_kills import TEXT, Clients, ready
 from tests.pipelines import LINEAR, adds_up, encoded, events, total
 from tests.support.ports import first_free_port
-from tests.support.waiting import slowness
+from tests.support.waiting import slowness, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -40,12 +39,13 @@ class Started:
 
     def until(self, poll, what, patience=100.0):
         """Return the first true value of `poll`; fail if the command ends first."""
-        deadline = time.monotonic() + patience * slowness()
-        while not (value := poll()):
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.log_tail()}"
-            assert time.monotonic() < deadline, f"no {what}: {self.log_tail()}"
-            time.sleep(POLL_SECONDS)
-        return value
+
+        def polled():
+            value = poll()
+            assert value or self.process.poll() is None, f"it ended with {self.process.returncode}: {self.log_tail()}"
+            return value
+
+        return wait_until(polled, lambda: f"{self.log_tail()}: {what}", patience, every=POLL_SECONDS)
 
     def log_tail(self):
         """Return the end of what commands of the pipeline said."""

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import time
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -18,7 +17,7 @@ from anabranch.ingest.kafka.confluent.client import ConfluentClient
 from anabranch.ingest.kafka.registry import CLIENTS
 from anabranch.ingest.settings.stream import StreamSettings
 from tests.faults.proxy import Proxy
-from tests.support.waiting import slowness
+from tests.support.waiting import Patience
 
 GOOD = json.dumps({"x": [1, 2, 3], "y": 1}).encode()
 SMALL = {"fetch.max.bytes": 1_000_000, "receive.message.max.bytes": 1_001_000}
@@ -63,9 +62,9 @@ def reading(bootstrap, topic, client, begin=0, **stream):
 def read(reader, end, limit=1000):
     """Return offset, value and fault of each message up to an offset."""
     found: list[tuple[int, bytes | None, str | None]] = []
-    deadline, polled = time.monotonic() + 60 * slowness(), Messages(TopicPartition("", 0), [], [], [], [], [], 0)
+    deadline, polled = Patience(), Messages(TopicPartition("", 0), [], [], [], [], [], 0)
     while polled.end < end:
-        assert time.monotonic() < deadline, f"stalled after {found[-1:]}"
+        deadline.check(f"stalled after {found[-1:]}")
         for polled in reader.poll(timedelta(milliseconds=100), limit):
             values = zip(polled.offsets, polled.values, strict=True)
             found += [(offset, value, polled.faults.get(index)) for index, (offset, value) in enumerate(values)]

@@ -21,7 +21,8 @@ from kafka.errors import KafkaError
 from anabranch.core.errors import AnabranchError
 from anabranch.runtime.embedded_broker import EmbeddedBroker
 from tests.support.ports import first_free_port, free_ports
-from tests.support.processes import PATIENCE_SECONDS, skip_or_fail, start_bound
+from tests.support.processes import skip_or_fail, start_bound
+from tests.support.waiting import Patience
 
 START = "ANABRANCH_TEST_KAFKA_START"
 IMAGE = "apache/kafka:4.1.0"
@@ -208,7 +209,7 @@ def _started(folder, port, properties, bootstrap):
 
 def _wait_until_it_answers(bootstrap, process, log):
     host, _, port = bootstrap.rpartition(":")
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = Patience()
     while True:
         # A plain connection first, since the client's own attempts back off.
         with contextlib.suppress(OSError, KafkaError):
@@ -216,7 +217,7 @@ def _wait_until_it_answers(bootstrap, process, log):
             with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
                 admin.list_topics()
                 return
-        if time.monotonic() > deadline or (process is not None and process.poll() is not None):
+        if not deadline.lasts() or (process is not None and process.poll() is not None):
             output = log.read_text(errors="replace")[-2000:] if log else ""
             pytest.fail(f"the Kafka broker does not answer on {bootstrap}; its log ends with: {output}")
         time.sleep(0.1)

@@ -11,8 +11,6 @@ import pytest
 from tests import pipelines
 from tests.support.ports import first_free_port
 
-PATIENCE_SECONDS = 60
-
 
 def start_bound(command, log, *, new_session=False):
     """Start a command that writes to a log file and ends with the tests, also if they are killed.

@@ -6,12 +6,12 @@ import re
 import signal
 import socket
 import subprocess
-import time
 
 import pytest
 
 from tests.support.ports import first_free_port
-from tests.support.processes import PATIENCE_SECONDS, skip_or_fail, start_bound
+from tests.support.processes import skip_or_fail, start_bound
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
 class RestartableRedis:
@@ -29,12 +29,14 @@ class RestartableRedis:
 
     def start(self, *options):
         """Start the server with more command-line options, and wait until it answers."""
-        self._process = start_bound([*self._command, *options], self._log)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while b"+PONG" not in self.say("PING", check=False) and b"NOAUTH" not in self.say("PING", check=False):
-            assert self._process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.01)
+        process = self._process = start_bound([*self._command, *options], self._log)
+
+        def answers():
+            assert process.poll() is None, self._log.read_text()
+            said = self.say("PING", check=False)
+            return b"+PONG" in said or b"NOAUTH" in said
+
+        wait_until(answers, self._log.read_text)
 
     def stop(self):
         """Stop the server; its keys are lost."""

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sysconfig
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,8 @@ import pytest
 
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError
 from tests.support.ports import free_ports
-from tests.support.processes import PATIENCE_SECONDS, skip_or_fail, start_bound
+from tests.support.processes import skip_or_fail, start_bound
+from tests.support.waiting import wait_until
 
 _PARTS = ("master", "volume", "filer", "s3")
 _KEY, _SECRET = "the-key", "the-secret"
@@ -64,14 +64,17 @@ class RestartableS3:
 
     def start(self):
         """Start the server, and wait until it stores an object."""
-        self._process = start_bound(self._command, self._log, new_session=True)
-        deadline, bucket = time.monotonic() + PATIENCE_SECONDS, self.prefix().bucket
-        while True:
-            assert self._process.poll() is None, self._log.read_text()[-4000:]
-            assert time.monotonic() < deadline, self._log.read_text()[-4000:]
+        process = self._process = start_bound(self._command, self._log, new_session=True)
+        bucket = self.prefix().bucket
+
+        def stored():
+            assert process.poll() is None, self._log.read_text()[-4000:]
             with contextlib.suppress(BucketAwayError):
-                return bucket.write("object", b"the first one with contents waits for volumes to be made")
-            time.sleep(0.1)
+                bucket.write("object", b"the first one with contents waits for volumes to be made")
+                return True
+            return False
+
+        wait_until(stored, self._log.read_text, every=0.1)
 
     def kill(self):
         """SIGKILL the server; its own stop takes half a minute."""

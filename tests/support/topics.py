@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
 from kafka.errors import KafkaError
 
-from tests.support.waiting import slowness
+from tests.support.waiting import Patience
 
 
 class TopicCreator(Protocol):
@@ -68,7 +67,7 @@ class TopicReader:
         `patience` seconds of an idle machine.
         """
         records: list[Any] = []
-        deadline = time.monotonic() + patience * slowness()
+        deadline = Patience(patience)
         with contextlib.closing(KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")) as consumer:
             partitions = [TopicPartition(topic, n) for n in sorted(consumer.partitions_for_topic(topic) or ())]
             assert partitions, f"there is no topic {topic} on {bootstrap}"
@@ -80,7 +79,7 @@ class TopicReader:
                 if len(records) >= at_least and all(consumer.position(part) >= ends[part] for part in partitions):
                     return sorted(records, key=lambda record: (record.partition, record.offset))
                 missing = f"{topic} has {len(records)} records after {patience} s, not {at_least}"
-                assert time.monotonic() < deadline, missing
+                deadline.check(missing)
 
 
 @pytest.fixture
@@ -121,14 +120,14 @@ def _create_topic(bootstrap, topic, partitions=1):
 def _recreate_topic(bootstrap, topic, partitions=1):
     with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
         admin.delete_topics([topic])
-    deadline = time.monotonic() + 30 * slowness()
+    deadline = Patience()
     while True:
         try:
             return _create_topic(bootstrap, topic, partitions)
         except KafkaError:
             if _is_empty(bootstrap, topic):  # the embedded broker creates a topic when a client asks for it
                 return None
-            assert time.monotonic() < deadline
+            deadline.check()
 
 
 def _is_empty(bootstrap, topic):

@@ -22,7 +22,7 @@ from anabranch.ingest.reader.ingest_process import PROGRAM
 from anabranch.ingest.reader.reader import BlockReader
 from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 from tests.support import dying_ingest
-from tests.support.waiting import slowness
+from tests.support.waiting import Patience, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -70,9 +70,9 @@ def opened(
 def read(source, count, after=lambda rows: None):
     """Read `count` events: the name of the partition of each, and the first value of its feature."""
     found: list[tuple[str, int]] = []
-    deadline = time.monotonic() + 60 * slowness()
+    deadline = Patience()
     while len(found) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count} events came: {source.problem}"
+        deadline.check(f"{len(found)} of {count} events came: {source.problem}")
         block = source.poll(timedelta(seconds=0.5))
         if block is None:
             continue
@@ -317,10 +317,9 @@ def test_storage_that_is_away_is_a_problem_until_it_answers(kafka, make_topic, t
         marks = dict(zip(positions, source._cursors.fingerprints, strict=True))
     folder.rename(tmp_path / "away")
     with opened(kafka.bootstrap, topic, folder / "*.parquet", positions=positions, marks=marks) as source:
-        deadline = time.monotonic() + 30 * slowness()
-        while not (source.problem and "its folder is missing" in source.problem):
-            assert time.monotonic() < deadline
-            assert source.poll(timedelta(seconds=0.1)) is None
+        wait_until(
+            lambda: source.poll(timedelta(seconds=0.1)) is None and "its folder is missing" in (source.problem or "")
+        )
         (tmp_path / "away").rename(folder)
         assert [value for _, value in read(source, 100)] == [*range(100)]
 
@@ -395,9 +394,11 @@ def test_retention_that_runs_out_before_the_switch_is_a_problem(kafka, make_topi
     produce(kafka.bootstrap, topic, [message(1)], timestamp_ms=(int(time.time()) - 7140) * 1000)
     write_parquet(tmp_path / "a.parquet", 0, 300_000)
     with opened(kafka.bootstrap, topic, tmp_path / "*.parquet", buffer_bytes=1_000_000) as source:
-        deadline = time.monotonic() + 60 * slowness()
-        # No block is released, so that reading ends once the ring is full.
-        while not (source.problem and f"removes the first records of {topic}[0]" in source.problem):
-            assert time.monotonic() < deadline, source.problem
+
+        def removing():
             source.receive()
             source.poll(timedelta(seconds=0.1))
+            return f"removes the first records of {topic}[0]" in (source.problem or "")
+
+        # No block is released, so that reading ends once the ring is full.
+        wait_until(removing, lambda: source.problem)

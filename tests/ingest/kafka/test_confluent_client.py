@@ -1,7 +1,6 @@
 """The client `confluent` and a broker: partitions that are not to be read for a time."""
 
 import contextlib
-import time
 from collections import defaultdict
 from datetime import timedelta
 
@@ -10,7 +9,7 @@ from confluent_kafka import Producer
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.confluent.client import ConfluentClient
 from anabranch.ingest.settings.stream import StreamSettings
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import Patience
 
 
 def test_the_consumer_is_assigned_only_what_is_to_be_read(kafka, make_topic):
@@ -31,9 +30,9 @@ def test_the_consumer_is_assigned_only_what_is_to_be_read(kafka, make_topic):
         return {each.partition: each.offset for each in client._consumer.assignment()}
 
     def read_until(done):
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = Patience()
         while not done():
-            assert time.monotonic() < deadline, dict(read)
+            deadline.check(dict(read))
             for messages in client.poll(timedelta(seconds=0.05), 100):
                 read[messages.partition] += messages.offsets
 

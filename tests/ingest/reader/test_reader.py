@@ -5,7 +5,6 @@ import json
 import signal
 import socket
 import sys
-import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -37,7 +36,7 @@ from anabranch.ingest.transport.protocol import LagReport
 from tests.faults.proxy import Fault, Proxy
 from tests.support import dying_ingest
 from tests.support.extend_pages import follow
-from tests.support.waiting import slowness, wait_until
+from tests.support.waiting import Patience, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -99,9 +98,9 @@ def read_for(source, timeout):
 def read(source, events):
     """Return (partition, offset, row, outcome) of so many events, in the order of arrival."""
     seen: list[tuple[int, int, int, Outcome]] = []
-    deadline = time.monotonic() + 60 * slowness()
+    deadline = Patience()
     while len(seen) < events:
-        assert time.monotonic() < deadline, f"{len(seen)} events of {events}; problem: {source.problem}"
+        deadline.check(f"{len(seen)} events of {events}; problem: {source.problem}")
         seen += read_for(source, timedelta(seconds=1))
     return seen
 
@@ -366,9 +365,9 @@ def test_an_answer_that_is_too_large_is_a_problem_whose_sentence_names_the_fix(k
     produce(kafka.bootstrap, topic, [json.dumps(GOOD).encode() + b" " * 50_000] * 2)
     small = dict.fromkeys(("fetch.max.bytes", "fetch.message.max.bytes", "receive.message.max.bytes"), 20_000)
     with opened(kafka.bootstrap, topic, properties=small) as source:
-        deadline = time.monotonic() + 60 * slowness()
+        deadline = Patience()
         while "larger than receive.message.max.bytes, which stream.properties can raise" not in (source.problem or ""):
-            assert time.monotonic() < deadline, source.problem
+            deadline.check(source.problem)
             assert read_for(source, timedelta(seconds=0.2)) == []
 
 
@@ -471,11 +470,11 @@ def test_an_ingest_process_that_hangs_is_a_problem_and_another_one_continues(kaf
         assert source._process.popen is not None
         source._process.popen.send_signal(signal.SIGSTOP)
         produce(kafka.bootstrap, topic, [GOOD] * 10)
-        deadline = time.monotonic() + 60 * slowness()
+        deadline = Patience()
         with monkeypatch.context() as impatient:  # the process that is started next may take longer than that
             impatient.setattr(silence, "SILENT_SECONDS", 8.0)
             while source.problem is None:
-                assert time.monotonic() < deadline, "no problem is reported"
+                deadline.check("no problem is reported")
                 seen += read_for(source, timedelta(seconds=0.2))
         assert source.problem == "the ingest process hangs; another one is started"
         seen += read(source, 20 - len(seen))
@@ -526,9 +525,9 @@ def test_a_batch_that_is_damaged_on_the_network_is_fetched_again(kafka, make_top
         proxy.suffer(Fault(corrupted=1.0))
         produce(kafka.bootstrap, topic, [part.tobytes() for part in np.split(rows, messages)])
         found: list[tuple[int, int]] = []
-        deadline = time.monotonic() + 60 * slowness()
+        deadline = Patience()
         while len(found) < len(rows):
-            assert time.monotonic() < deadline, f"{len(found)} events after 60 s; problem: {source.problem}"
+            deadline.check(f"{len(found)} events; problem: {source.problem}")
             block = source.poll(timedelta(milliseconds=100))
             if block is not None:
                 x = block.columns["feature.x"]
@@ -543,7 +542,7 @@ def test_a_batch_that_is_damaged_on_the_network_is_fetched_again(kafka, make_top
 def test_positions_are_committed_for_lag_tools(kafka, make_topic, produce):
     topic = make_topic()
     produce(kafka.bootstrap, topic, [GOOD] * 5)
-    deadline = time.monotonic() + 60 * slowness()
+    deadline = Patience()
     with (
         opened(kafka.bootstrap, topic, group_id=topic) as source,
         contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin,
@@ -551,7 +550,7 @@ def test_positions_are_committed_for_lag_tools(kafka, make_topic, produce):
         read(source, 5)
         committed: dict[Any, Any] = {}
         while KafkaPartition(topic, 0) not in committed:
-            assert time.monotonic() < deadline
+            deadline.check()
             source.commit({0: 5})
             source.poll(timedelta(milliseconds=200))
             # A coordinator that is still loading refuses; the next commit comes all the same.
@@ -649,9 +648,9 @@ def test_an_aborted_transaction_at_the_end_is_not_waited_for(kafka, make_topic):
             producer.flush()
             producer.commit_transaction() if commits else producer.abort_transaction()
     with opened(kafka.bootstrap, topic) as source:
-        reached, deadline = 0, time.monotonic() + 30 * slowness()
+        reached, deadline = 0, Patience()
         while reached < 4:
-            assert time.monotonic() < deadline
+            deadline.check()
             block = source.poll(timedelta(seconds=1))
             if block is not None:
                 reached = block.coverage[0].end
@@ -677,9 +676,9 @@ def test_a_broker_that_is_killed_and_comes_back_costs_nothing(mortal_kafka, crea
         for topic in topics:
             produce(server, topic, [GOOD] * 100, partition=0)
         seen += read(source, 2 * 6100 - len(seen))
-        deadline = time.monotonic() + 30 * slowness()
+        deadline = Patience()
         while source.problem is not None:
-            assert time.monotonic() < deadline, source.problem
+            deadline.check(source.problem)
             seen += read_for(source, timedelta(seconds=1))
         assert source._process.popen is process
         names = [partition.name for partition in source.partitions]
@@ -789,8 +788,8 @@ class TestGaps:
         positions = {TopicPartition(shortened, 0): Position(2)}
         removed, seen = 0, list[int]()
         with opened(kafka.bootstrap, shortened, positions=positions, on_gap="earliest") as source:
-            deadline = time.monotonic() + 30 * slowness()
-            while len(seen) < 4 and time.monotonic() < deadline:
+            deadline = Patience()
+            while len(seen) < 4 and deadline.lasts():
                 block = source.poll(timedelta(seconds=1))
                 if block is not None:
                     seen += block.columns["offset"].tolist()
@@ -813,12 +812,12 @@ class TestGaps:
 
         monkeypatch.setattr(*asked, away)
         seen: list[tuple[int, int]] = []
-        deadline = time.monotonic() + 60 * slowness()
+        deadline = Patience()
         with contextlib.closing(client):
             client.open()
             client.assign({TopicPartition(shortened, 0): 2, TopicPartition(shortened, 1): 0})
             while len(seen) < 9:
-                assert time.monotonic() < deadline, seen
+                deadline.check(seen)
                 with contextlib.suppress(BrokerError):
                     for batch in client.poll(timedelta(milliseconds=500), 100):
                         seen += [(batch.partition.partition, offset) for offset in batch.offsets]
@@ -846,7 +845,7 @@ class TestGaps:
                 return 1
 
         batches: list[Any] = []
-        deadline = time.monotonic() + 60 * slowness()
+        deadline = Patience()
         with contextlib.closing(client):
             client.open()
             client.assign({TopicPartition(shortened, 0): 2})
@@ -860,7 +859,7 @@ class TestGaps:
 
             monkeypatch.setattr(client, "_taken", with_one_before)
             while sum(map(len, batches)) < 5:
-                assert time.monotonic() < deadline, batches
+                deadline.check(batches)
                 batches += client.poll(timedelta(milliseconds=500), 100)
         batches = [batch for batch in batches if len(batch) or batch.removed]
         assert [(list(batch.offsets), batch.removed) for batch in batches][:2] == [([1], 0), ([], 6)]

@@ -42,7 +42,7 @@ from anabranch.ingest.worker import worker as worker_module
 from anabranch.ingest.worker.block_builder import BlockBuilder
 from anabranch.ingest.worker.worker import IngestWorker, _portions
 from tests.ingest.running_worker import RunningWorker
-from tests.support.waiting import slowness
+from tests.support.waiting import wait_until
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 SCHEMA = Schema(
@@ -166,10 +166,7 @@ def test_released_slots_are_overwritten_while_little_comes_and_others_are_not():
         def held(slot):
             return sum(int(column.view("u1").any()) for column in end.ring.views(slot, rows).values() if column.nbytes)
 
-        deadline = time.monotonic() + 20 * slowness()
-        while any(map(held, released)):
-            assert time.monotonic() < deadline, "what was released is there yet"
-            end.connection.poll(0.01)
+        wait_until(lambda: not any(map(held, released)))
         assert end.ring.views(kept, rows)["feature.x"].tolist() == blocks[0][0].columns["feature.x"].tolist()
 
 

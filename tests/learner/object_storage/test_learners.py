@@ -11,10 +11,10 @@ from anabranch.learner.object_storage.head import HEAD
 from anabranch.learner.state_dir.lock import GENERATION
 from anabranch.learner.versions.format import Versions
 from tests import forkserver
-from tests.pipelines import LINEAR, PATIENCE_SECONDS, adds_up, events, total, write_pipeline
+from tests.pipelines import LINEAR, adds_up, events, total, write_pipeline
 from tests.support.ports import first_free_port
 from tests.support.s3 import S3Prefix
-from tests.support.waiting import TAKES_MINUTES
+from tests.support.waiting import PATIENCE_SECONDS, TAKES_MINUTES
 
 REST = """
 batch_size = 8

@@ -1,7 +1,6 @@
 """Uploads to a real S3 server whose requests fail, are slow, or lose their replies: they go on, and heal."""
 
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -52,9 +51,7 @@ def test_requests_that_fail_leave_the_newest_state_intact(bench, s3, proxy, faul
             bench.versions.delete(number - 3)
             assert torn(s3.bucket) == []
         proxy.fault = no_fault
-        deadline = time.monotonic() + PATIENCE.total_seconds()
-        while not bench.finished():
-            assert time.monotonic() < deadline
+        wait_until(bench.finished)
     reader = HeadReader(s3.bucket)
     reader.poll()
     assert reader.contents is not None

@@ -10,8 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
@@ -36,12 +34,12 @@ from anabranch.runtime.embedded_broker import EmbeddedBroker
 from anabranch.runtime.lifecycle import stop_on_signals
 from tests import forkserver
 from tests.learner.parallel.test_launcher import LAYERS, TENSOR
-from tests.pipelines import PATIENCE_SECONDS, adds_up, events, total
+from tests.pipelines import adds_up, events, total
 from tests.support import namespaces
 from tests.support.facts import facts_of
 from tests.support.namespaces import network_of_hosts
 from tests.support.ports import first_free_port
-from tests.support.waiting import slowness
+from tests.support.waiting import PATIENCE_SECONDS, slowness, wait_until
 
 CONFIG = """
 batch_size = 8
@@ -112,15 +110,17 @@ class Host:
 
     def wait_for(self, condition):
         """Return the first report of its rank 0 that satisfies a condition."""
-        assert self.process is not None
-        deadline = time.monotonic() + PATIENCE_SECONDS * slowness()
-        while True:
+        process = self.process
+        assert process is not None
+
+        def polled():
             report = read_report(self.state_dir)
-            if report is not None and report.launcher == self.process.pid and condition(report):
+            if report is not None and report.launcher == process.pid and condition(report):
                 return report
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, (report, self.log)
-            threading.Event().wait(0.02)
+            assert process.poll() is None, self.log
+            return None
+
+        return wait_until(polled, lambda: f"{read_report(self.state_dir)} {self.log}", every=0.02)
 
     def stop(self):
         """Send SIGTERM to torchrun."""
@@ -390,10 +390,8 @@ def of_heartbeat(folder, size, started=None, **environment):
 
 def joined(folder, size):
     """Wait until all ranks have joined, and return their processes."""
-    files, deadline = [folder / f"joined-{rank}" for rank in range(size)], time.monotonic() + PATIENCE_SECONDS
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)
+    files = [folder / f"joined-{rank}" for rank in range(size)]
+    wait_until(lambda: all(file.exists() for file in files))
     processes = [psutil.Process(int(file.read_text())) for file in files]
     for file in files:
         file.unlink()

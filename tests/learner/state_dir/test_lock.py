@@ -7,17 +7,16 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
-import anabranch.learner.state_dir.lock
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.learner.errors import SecondLearnerError, StateBusyError
+from anabranch.learner.state_dir import lock
 from anabranch.learner.state_dir.lock import GENERATION, LOCK, check_generation, is_locked, lock_state_directory
-from tests.support.waiting import slowness
+from tests.support.waiting import wait_until
 
 
 def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path):
@@ -81,8 +80,8 @@ def test_the_error_names_a_directory_that_cannot_be_created(tmp_path):
         pass
 
 
-@pytest.mark.slow
-def test_a_learner_waits_for_one_that_is_stopping(tmp_path, caplog):
+def test_a_learner_waits_for_one_that_is_stopping(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(lock, "_UNTIL_MARKED", timedelta(milliseconds=50))
     caplog.set_level("INFO", "anabranch.learner.state_dir.lock")
 
     def hold():
@@ -95,20 +94,20 @@ def test_a_learner_waits_for_one_that_is_stopping(tmp_path, caplog):
         with pytest.raises(SecondLearnerError):
             hold()
         stop.set()
-        _until(lambda: (tmp_path / LOCK).read_bytes() == b"stopping")
+        wait_until(lambda: (tmp_path / LOCK).read_bytes() == b"stopping")
         second = pool.submit(hold)
-        _until(lambda: "waiting for its end" in caplog.text)
+        wait_until(lambda: "waiting for its end" in caplog.text)
         assert not second.done()
         first.close()
         assert second.result(30) == 2
 
 
-@pytest.mark.slow
-def test_the_mark_of_a_stopped_holder_does_not_apply_to_the_next(tmp_path):
+def test_the_mark_of_a_stopped_holder_does_not_apply_to_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_UNTIL_MARKED", timedelta(milliseconds=50))
     stop = threading.Event()
     stop.set()
     with lock_state_directory(tmp_path, stop):
-        _until(lambda: (tmp_path / LOCK).read_bytes() == b"stopping")
+        wait_until(lambda: (tmp_path / LOCK).read_bytes() == b"stopping")
     with lock_state_directory(tmp_path), pytest.raises(SecondLearnerError):
         with lock_state_directory(tmp_path, threading.Event(), timedelta(hours=1)):
             pass
@@ -124,7 +123,7 @@ def test_a_learner_with_short_patience_waits_for_a_command(tmp_path, caplog):
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as command:
         command.enter_context(lock_state_directory(tmp_path, command="anabranch erase"))
         learner = pool.submit(hold)
-        _until(lambda: "`anabranch erase` is at work" in caplog.text)
+        wait_until(lambda: "`anabranch erase` is at work" in caplog.text)
         assert not learner.done()
         command.close()
         assert learner.result(30) == 2
@@ -132,7 +131,7 @@ def test_a_learner_with_short_patience_waits_for_a_command(tmp_path, caplog):
 
 
 def test_the_wait_for_a_command_is_limited_and_ends_with_a_dependency_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(anabranch.learner.state_dir.lock, "_LONGEST_COMMAND", timedelta(milliseconds=1))
+    monkeypatch.setattr(lock, "_LONGEST_COMMAND", timedelta(milliseconds=1))
     with lock_state_directory(tmp_path, command="anabranch erase"):
         with pytest.raises(StateBusyError, match="anabranch erase"):
             with lock_state_directory(tmp_path, threading.Event(), timedelta(hours=1)):
@@ -155,7 +154,7 @@ def test_a_learner_without_patience_does_not_wait_for_a_command(tmp_path):
 
 @pytest.mark.slow
 def test_a_learner_waits_for_a_command_that_has_no_mark_yet(tmp_path, monkeypatch):
-    monkeypatch.setattr(anabranch.learner.state_dir.lock, "_UNTIL_MARKED", timedelta(minutes=1))
+    monkeypatch.setattr(lock, "_UNTIL_MARKED", timedelta(minutes=1))
 
     def hold():
         with lock_state_directory(tmp_path, threading.Event(), timedelta(hours=1)) as generation:
@@ -216,10 +215,3 @@ def test_a_failing_disk_at_the_lock_or_the_generation_is_a_dependency_error(tmp_
     monkeypatch.setattr(call, fails)
     with pytest.raises(DependencyError, match="Input/output error"), lock_state_directory(tmp_path):
         pass
-
-
-def _until(condition):
-    deadline = time.monotonic() + 30 * slowness()
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)

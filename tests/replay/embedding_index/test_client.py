@@ -23,18 +23,10 @@ from anabranch.core.state_metrics import StateCollector, metrics_of
 from anabranch.replay.embedding_index import client as neighbours
 from anabranch.replay.embedding_index.client import IndexStats, NeighbourClient
 from anabranch.replay.embedding_index.protocol import NO_ID, IndexMessage, MessageType
-from tests.support.waiting import slowness
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 DIM = 4
-
-
-def until(condition, what):
-    deadline = time.monotonic() + 60 * slowness()
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.001)
-    return found
 
 
 @pytest.fixture
@@ -62,8 +54,8 @@ def settled(index):
     """Return the statistics once all requests so far are done."""
     seen = index.reports
     # The first report may have been asked for before; one after the other is made after all else that is said.
-    until(lambda: index.stats() and index.reports >= seen + 2, "two reports")
-    return until(lambda: (s := index.stats()).waiting <= 1 and not s.process.renewing and s, "the index to settle")
+    wait_until(lambda: index.stats() and index.reports >= seen + 2, "two reports")
+    return wait_until(lambda: (s := index.stats()).waiting <= 1 and not s.process.renewing and s, "the index to settle")
 
 
 def add(index, ids, x, step=0):
@@ -78,8 +70,8 @@ def rows(numbers):
 
 
 def ask(index, queries, k, step=0):
-    until(lambda: index.query(step, queries, k), "a question to be taken")
-    (answer,) = until(index.answers, "an answer")
+    wait_until(lambda: index.query(step, queries, k), "a question to be taken")
+    (answer,) = wait_until(index.answers, "an answer")
     assert answer.step == step
     return np.where(answer.ids == NO_ID, NO_ID, answer.ids >> 32)
 
@@ -150,7 +142,7 @@ def test_many_events_are_stored_in_lists_and_still_found(make_index):
     index, dim, n = make_index(dim=16, clusters=32), 16, 30_000
     x, queries = clustered(n, dim, 1), clustered(64, dim, 2)
     add(index, np.arange(n), x)
-    stats = until(lambda: (s := settled(index)).process.lists > 1 and s, "lists")
+    stats = wait_until(lambda: (s := settled(index)).process.lists > 1 and s, "lists")
     assert stats.process.rows == n
     assert stats.process.trained_rows >= 20_000
     assert stats.process.bytes / n < 2 * dim + 8 + 120
@@ -158,14 +150,16 @@ def test_many_events_are_stored_in_lists_and_still_found(make_index):
     assert np.mean([np.isin(w, f).mean() for w, f in zip(expected, found, strict=True)]) >= 0.9
     # One query of a request is judged, and one alone may find eight of ten.
     later = itertools.cycle(queries[:, None])
-    until(lambda: ask(index, next(later), 10).size and index.stats().process.recall >= 0.9, "a recall of many queries")
+    wait_until(
+        lambda: ask(index, next(later), 10).size and index.stats().process.recall >= 0.9, "a recall of many queries"
+    )
 
 
 def test_lists_erase_what_was_removed_and_know_what_was_replaced(make_index):
     index, dim, n = make_index(dim=8, clusters=16), 8, 24_000
     x = clustered(n, dim, 1)
     add(index, np.arange(n), x)
-    until(lambda: settled(index).process.lists > 1, "lists")
+    wait_until(lambda: settled(index).process.lists > 1, "lists")
     index.remove(rows(np.arange(0, n, 2)))
     moved = x[1::2] + 100
     add(index, np.arange(1, n, 2), moved, step=3)
@@ -183,14 +177,14 @@ def test_clusters_are_sent_once_there_are_enough_events_and_again_when_all_have_
     assert index.clusters() is None
     x = random(400)
     add(index, np.arange(400), x)
-    first = until(lambda: index.clusters(), "clusters")
+    first = wait_until(lambda: index.clusters(), "clusters")
     assert first.centroids.shape == (8, DIM)
     assert np.abs(first.centroids).max() < 10
     assert set((first.ids >> 32).tolist()) <= set(range(400))
     assert set(first.assigned.tolist()) <= set(range(8))
     for _ in range(4):
         add(index, np.arange(400), x + 100, step=1)
-    second = until(
+    second = wait_until(
         lambda: (c := index.clusters()) and c.number > first.number and c.centroids.min() > 50 and c, "new ones"
     )
     assert second.centroids.shape == (8, DIM)
@@ -200,7 +194,7 @@ def test_clusters_are_sent_once_there_are_enough_events_and_again_when_all_have_
 def test_embeddings_that_are_all_the_same_can_be_had(make_index, value):
     index = make_index(clusters=4)
     add(index, np.arange(25_000), np.full((25_000, DIM), value, np.float32))
-    until(lambda: settled(index).process.trained_rows >= 20_000, "training")
+    wait_until(lambda: settled(index).process.trained_rows >= 20_000, "training")
     assert (ask(index, np.full((1, DIM), value, np.float32), 3) >= 0).all()
 
 
@@ -242,18 +236,18 @@ def test_the_oldest_embeddings_are_returned_once_until_they_are_updated(make_ind
     stats = settled(index)
     assert (stats.process.age_max, stats.process.age_mean, stats.process.stale) == (20, 12.5, 3)
     named = []
-    until(lambda: named.extend((index.stale(2) >> 32).tolist()) or len(named) == 3, "three names")
+    wait_until(lambda: named.extend((index.stale(2) >> 32).tolist()) or len(named) == 3, "three names")
     assert named[0] == 3
     assert set(named) == {1, 2, 3}
     add(index, np.array([3]), random(1), step=21)
     add(index, np.array([4]), random(1), step=30)
     again = []
-    until(lambda: again.extend((index.stale(2) >> 32).tolist()) or len(again) == 2, "two names")
+    wait_until(lambda: again.extend((index.stale(2) >> 32).tolist()) or len(again) == 2, "two names")
     assert set(again) == {1, 2}
 
 
 def test_an_index_that_hangs_declines_excess_requests(index):
-    until(lambda: index.stats() and index.reports, "its start")
+    wait_until(lambda: index.stats() and index.reports, "its start")
     os.kill(index.pid, signal.SIGSTOP)
     x, asked = random(512), 0
     taken = sum(index.add(rows(np.arange(i, i + 512)), x, 0) for i in range(0, 200 * 512, 512))
@@ -267,7 +261,7 @@ def test_an_index_that_hangs_declines_excess_requests(index):
     assert 0 < asked == 10 - stats.declined["ask"] < 10
     assert stats.declined["remove"] > 0
     os.kill(index.pid, signal.SIGCONT)
-    until(lambda: index.stats().waiting <= 1, "it to catch up")
+    wait_until(lambda: index.stats().waiting <= 1, "it to catch up")
     assert [answer.step for answer in index.answers()] == list(range(asked))
     add(index, np.array([10**6]), np.zeros((1, DIM), np.float32))
     settled(index)
@@ -282,10 +276,10 @@ def test_an_index_that_dies_is_restarted_and_filled_again(index):
     assert settled(index).process.rows == 19
     first = index.pid
     os.kill(first, signal.SIGKILL)
-    until(lambda: index.stats().restarts == 1, "its death to be noticed")
+    wait_until(lambda: index.stats().restarts == 1, "its death to be noticed")
     assert index.generation == 1
     assert "died" in index.problem
-    until(lambda: index.stats() and index.pid != first and index.problem is None, "another one")
+    wait_until(lambda: index.stats() and index.pid != first and index.problem is None, "another one")
     assert ask(index, x[:1], 1).tolist() == [[NO_ID]]
     add(index, np.arange(20), x)
     assert settled(index).malformed == 2
@@ -297,24 +291,24 @@ def test_an_index_that_hangs_is_taken_for_dead(index, monkeypatch):
     settled(index)
     first = index.pid
     os.kill(first, signal.SIGSTOP)
-    until(lambda: index.stats() and index._report_requested, "a question that has no answer")
+    wait_until(lambda: index.stats() and index._report_requested, "a question that has no answer")
     assert index.stats().restarts == 0
     monkeypatch.setattr(neighbours, "_SILENT_SECONDS", 0.0)
-    until(lambda: index.stats().restarts == 1, "its silence to be noticed")
+    wait_until(lambda: index.stats().restarts == 1, "its silence to be noticed")
     assert "did not answer" in index.problem
     monkeypatch.undo()
-    until(lambda: index.stats() and index.pid != first and index.problem is None, "another one")
+    wait_until(lambda: index.stats() and index.pid != first and index.problem is None, "another one")
     assert not psutil.pid_exists(first)
 
 
 def test_an_index_that_answers_other_things_first_does_not_hang(index, monkeypatch):
     settled(index)
     os.kill(index.pid, signal.SIGSTOP)
-    until(lambda: index.stats() and index._report_requested, "a question that has no answer")
+    wait_until(lambda: index.stats() and index._report_requested, "a question that has no answer")
     with monkeypatch.context() as patch:
         patch.setattr(neighbours, "_SILENT_SECONDS", 0.01)
         patch.setattr(index._process, "replies", lambda: [IndexMessage(kind=MessageType.REMOVE)])
-        until(lambda: index.stats() and time.monotonic() - index._report_at > 0.1, "a long wait")
+        wait_until(lambda: index.stats() and time.monotonic() - index._report_at > 0.1, "a long wait")
     assert index.stats().restarts == 0
     os.kill(index.pid, signal.SIGCONT)
     settled(index)
@@ -333,11 +327,11 @@ def test_an_index_that_cannot_be_started_is_tried_again_and_leaves_nothing_open(
     with monkeypatch.context() as patch:
         patch.setattr("anabranch.replay.embedding_index.client.subprocess.Popen", fail)
         os.kill(index.pid, signal.SIGKILL)
-        until(lambda: index.stats() and len(tries) > 3, "some tries")
+        wait_until(lambda: index.stats() and len(tries) > 3, "some tries")
         assert "cannot be started: Cannot allocate memory" in index.problem
         assert len(set(tries)) == 1
         assert index.stats().restarts == 1
-    until(lambda: index.stats() and index.problem is None and index.pid, "another one")
+    wait_until(lambda: index.stats() and index.problem is None and index.pid, "another one")
 
 
 def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
@@ -346,9 +340,9 @@ def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
     descriptors, children = me.num_fds(), me.children()
     index = make_index()
     for deaths in (1, 2):
-        until(lambda: index.stats() and index.problem is None and index.reports, "its start")
+        wait_until(lambda: index.stats() and index.problem is None and index.reports, "its start")
         os.kill(index.pid, signal.SIGKILL)
-        until(lambda deaths=deaths: index.stats().restarts == deaths, "its death to be noticed")
+        wait_until(lambda deaths=deaths: index.stats().restarts == deaths, "its death to be noticed")
     index.close()
     index.close()
     assert index.add(np.arange(2), random(2), 0) == 0
@@ -368,7 +362,7 @@ def test_the_process_ends_when_the_learner_is_killed():
     learner = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
     assert learner.returncode == -signal.SIGKILL
     pid = int(learner.stdout)
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
 
 
 def test_metrics_report_the_index_and_count_across_restarts(index):
@@ -378,7 +372,7 @@ def test_metrics_report_the_index_and_count_across_restarts(index):
     metrics.update(settled(index))
     assert registry.get_sample_value("anabranch_replay_index_rows") == 2
     os.kill(index.pid, signal.SIGKILL)
-    until(lambda: index.stats().restarts == 1, "its death to be noticed")
+    wait_until(lambda: index.stats().restarts == 1, "its death to be noticed")
     metrics.update(index.stats())
     left_out = registry.get_sample_value("anabranch_replay_index_left_out_rows_total", {"reason": "malformed"})
     assert left_out == 1

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -20,7 +19,7 @@ from anabranch.replay.erasure.erased_events import ByRange, ErasedEvents
 from anabranch.replay.settings import ReplaySettings
 from anabranch.replay.store import Store
 from anabranch.testing.stores import FakeCheckpoints, add_now, plan_ahead, plan_of, sample_of
-from tests.support.waiting import slowness
+from tests.support.waiting import wait_until
 
 PARTITIONS = [TopicPartition("events", 0)]
 DIM = 4
@@ -58,23 +57,15 @@ def fill(store, schema, begin, end):
     for first in range(begin, end, 256):
         offsets = np.arange(first, min(end, first + 256))
         add_now(store, fake_columns(schema, offsets.tolist()), PARTITIONS, embed(offsets))
-        until(lambda: store.embeddings.neighbours.stats().waiting < 20)
+        wait_until(lambda: store.embeddings.neighbours.stats().waiting < 20)
         store.embeddings.poll()  # as at each step: events that are added before have no cluster of a new training
-    until(lambda: store.embeddings.neighbours.stats().process.rows == len(store))
+    wait_until(lambda: store.embeddings.neighbours.stats().process.rows == len(store))
 
 
 def seek(store, step, near):
     """Look for what is near to events of such offsets, and wait for the answer."""
     store.embeddings.query(step, embed(near))
-    until(lambda: (store.embeddings.poll(), step in store.embeddings._answers)[1])
-
-
-def until(condition):
-    deadline = time.monotonic() + 100 * slowness()
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return found
+    wait_until(lambda: (store.embeddings.poll(), step in store.embeddings._answers)[1])
 
 
 def kept_by_centre(store):
@@ -116,7 +107,7 @@ def test_an_event_that_has_left_is_not_found(schema, build):
     store = build(capacity=100, sampling="similar")
     fill(store, schema, 0, 3200)
     store.embeddings.query(1, embed(np.full(8, 3)))
-    until(lambda: store.embeddings.neighbours.stats().answer_seconds)
+    wait_until(lambda: store.embeddings.neighbours.stats().answer_seconds)
     for step in range(20):
         plan = plan_of(store, step, 100)
         assert len(set(plan.slots.tolist())) == len(plan) == len(store)
@@ -126,7 +117,7 @@ def test_an_event_that_has_left_is_not_found(schema, build):
 def test_diverse_samples_as_many_of_each_cluster(schema, build):
     store = build(sampling="diverse")
     fill(store, schema, 0, 9000)
-    until(store.embeddings.poll)
+    wait_until(store.embeddings.poll)
     rare = np.isin(plan_of(store, 0, 400).records["offset"] % 16, np.arange(1, DIM)).mean()
     assert rare > 2 * (DIM - 1) / 16
 
@@ -136,13 +127,13 @@ def test_diverse_samples_the_oldest_embeddings_first_and_clusters_as_evenly_as_e
     them."""
     store, n, offsets = build(sampling="diverse"), 64, np.arange(9000)
     fill(store, schema, 0, 9000)
-    until(store.embeddings.poll)
+    wait_until(store.embeddings.poll)
     old = store.event_table.slots[::225].copy()
     new = store.event_table.slots[~np.isin(store.event_table.slots, old)]
     store.embeddings._step = 20_000
     for part in np.array_split(new, 40):
         store.embeddings.update(part, embed(offsets)[store.event_table.column("offset", part)])
-        until(lambda: store.embeddings.neighbours.stats().waiting < 20)
+        wait_until(lambda: store.embeddings.neighbours.stats().waiting < 20)
     store.embeddings.query(20_000, embed(np.arange(1)))
     missing, samples = set(old.tolist()), 0
 
@@ -160,7 +151,7 @@ def test_diverse_samples_the_oldest_embeddings_first_and_clusters_as_evenly_as_e
         missing.difference_update(plan.slots.tolist())
         return not missing
 
-    until(all_came)
+    wait_until(all_came)
     assert samples <= 40
 
 
@@ -174,11 +165,11 @@ class TestErased:
         return store
 
     def test_it_leaves_the_index_the_clusters_and_the_plans(self, store):
-        until(lambda: store.embeddings.neighbours.stats().process.trained_rows and store.embeddings.poll())
+        wait_until(lambda: store.embeddings.neighbours.stats().process.trained_rows and store.embeddings.poll())
         self._seek(store)
         plan_ahead(store, 1 + LAG, 64)
         ids = erase(store)
-        until(lambda: store.embeddings.neighbours.stats().process.rows == len(store))
+        wait_until(lambda: store.embeddings.neighbours.stats().process.rows == len(store))
         self._assert_none(store, ids)
 
     def test_it_does_not_come_back_when_the_process_is_killed(self, store):
@@ -188,8 +179,8 @@ class TestErased:
         assert store.embeddings.neighbours.pid is not None
         os.kill(store.embeddings.neighbours.pid, signal.SIGKILL)
         ids = erase(store)
-        until(lambda: store.embeddings.neighbours.stats().restarts == 1)
-        until(
+        wait_until(lambda: store.embeddings.neighbours.stats().restarts == 1)
+        wait_until(
             lambda: (
                 store.embeddings.neighbours.stats()
                 and store.embeddings.neighbours.problem is None
@@ -199,7 +190,7 @@ class TestErased:
         # A step that was under way then, and others: only what is held goes into the new process.
         for each in (sample, sample_of(store, 1, len(store))):
             store.update_priorities(each, np.zeros(len(each), np.float32), embed(each.records["offset"]))
-        until(lambda: store.embeddings.neighbours.stats().process.rows == len(store))
+        wait_until(lambda: store.embeddings.neighbours.stats().process.rows == len(store))
         self._assert_none(store, ids)
 
     @staticmethod
@@ -214,8 +205,8 @@ class TestErased:
             assert (store.planner.sample(step, 64).records["offset"] % 16 != 3).all()
         assert store.embeddings.neighbours is not None
         store.embeddings.neighbours.answers()
-        until(lambda: store.embeddings.neighbours.query(9, embed(np.full(8, 3)), 20))
-        (answer,) = until(store.embeddings.neighbours.answers)
+        wait_until(lambda: store.embeddings.neighbours.query(9, embed(np.full(8, 3)), 20))
+        (answer,) = wait_until(store.embeddings.neighbours.answers)
         assert answer.ids.shape == (8, 20)
         assert not np.isin(answer.ids, ids).any()
         for step in range(5 + LAG, 30):
@@ -236,7 +227,7 @@ def erase(store):
 def test_diverse_keeps_more_of_what_is_rare(schema, build):
     store = build(capacity=2000, admission="diverse")
     fill(store, schema, 0, 9000)
-    until(store.embeddings.poll)
+    wait_until(store.embeddings.poll)
     fill(store, schema, 9000, 40_000)
     offsets = store.event_table.copy()["offset"]
     assert np.isin(offsets % 16, np.arange(1, DIM)).mean() > 1.3 * (DIM - 1) / 16
@@ -246,16 +237,16 @@ def test_diverse_counts_no_event_twice_also_when_clusters_are_trained_again(sche
     """What was evicted under the old clusters is not held because the new ones have room."""
     store = build(capacity=1000, admission="diverse")
     fill(store, schema, 0, 5000)
-    until(store.embeddings.poll)
+    wait_until(store.embeddings.poll)
     again = np.arange(4000, 5000)
     for changed in (False, True):
         if changed:
             trained = store.embeddings.poll()
             for _ in range(4):  # enough to train clusters again; with endless updates none would be sent completely
-                until(lambda: not store.embeddings.neighbours.stats().waiting)
+                wait_until(lambda: not store.embeddings.neighbours.stats().waiting)
                 slots = store.event_table.slots
                 store.embeddings.update(slots, -embed(store.event_table.column("offset", slots)))
-            until(lambda trained=trained: store.embeddings.poll() != trained)
+            wait_until(lambda trained=trained: store.embeddings.poll() != trained)
         before = store.event_table.copy()["offset"].tolist()
         assert add_now(store, fake_columns(schema, again.tolist()), PARTITIONS, embed(again)) == 0
         assert store.event_table.copy()["offset"].tolist() == before
@@ -265,11 +256,11 @@ def test_a_store_that_goes_on_from_a_checkpoint_finds_its_events_again_as_they_a
     store = build(sampling="similar")
     fill(store, schema, 0, 1600)
     resumed = build(sampling="similar", contents=FakeCheckpoints(store).checkpoint(1))
-    until(lambda: resumed.embeddings.neighbours.stats() and resumed.embeddings.neighbours.reports)
+    wait_until(lambda: resumed.embeddings.neighbours.stats() and resumed.embeddings.neighbours.reports)
     assert not resumed.embeddings.neighbours.stats().process.rows
     sample = sample_of(resumed, 0, 500)
     resumed.update_priorities(sample, np.zeros(len(sample), np.float32), embed(sample.records["offset"]))
-    until(lambda: resumed.embeddings.neighbours.stats().process.rows == 500)
+    wait_until(lambda: resumed.embeddings.neighbours.stats().process.rows == 500)
 
 
 @pytest.mark.parametrize("policy", ["similar", "diverse"])
@@ -281,10 +272,10 @@ def test_what_the_index_does_not_have_keeps_its_share_of_the_samples(schema, bui
     for first in range(3200, 6400, 256):
         offsets = np.arange(first, min(6400, first + 256))
         add_now(resumed, fake_columns(schema, offsets.tolist()), PARTITIONS, embed(offsets))
-        until(lambda: resumed.embeddings.neighbours.stats().waiting < 20)
-    until(lambda: resumed.embeddings.neighbours.stats().process.rows == 3200)
+        wait_until(lambda: resumed.embeddings.neighbours.stats().waiting < 20)
+    wait_until(lambda: resumed.embeddings.neighbours.stats().process.rows == 3200)
     if policy == "diverse":
-        until(resumed.embeddings.poll)
+        wait_until(resumed.embeddings.poll)
     samples = []
     for step in range(50):
         seek(resumed, step, np.arange(64))
@@ -304,7 +295,7 @@ def test_when_the_index_process_dies_what_it_had_keeps_its_share_too(schema, bui
     assert store.embeddings.indexed[store.event_table.slots].all()
     assert store.embeddings.neighbours.pid is not None
     os.kill(store.embeddings.neighbours.pid, signal.SIGKILL)
-    until(lambda: store.embeddings.neighbours.stats().restarts == 1)
+    wait_until(lambda: store.embeddings.neighbours.stats().restarts == 1)
     plan_of(store, 1, 8)
     assert not store.embeddings.indexed[store.event_table.slots].any()
 
@@ -312,10 +303,10 @@ def test_when_the_index_process_dies_what_it_had_keeps_its_share_too(schema, bui
 def test_events_that_came_without_an_embedding_get_one_when_they_are_sampled(schema, build):
     store = build(sampling="similar")
     add_now(store, fake_columns(schema, range(200)), PARTITIONS)
-    until(lambda: store.embeddings.neighbours.stats() and store.embeddings.neighbours.reports)
+    wait_until(lambda: store.embeddings.neighbours.stats() and store.embeddings.neighbours.reports)
     sample = sample_of(store, 0, 200)
     store.update_priorities(sample, np.zeros(200, np.float32), embed(sample.records["offset"]))
-    until(lambda: store.embeddings.neighbours.stats().process.rows == 200)
+    wait_until(lambda: store.embeddings.neighbours.stats().process.rows == 200)
 
 
 def test_under_diverse_admission_events_of_one_weight_count_alike_whenever_clusters_are_found(schema, build):
@@ -326,8 +317,8 @@ def test_under_diverse_admission_events_of_one_weight_count_alike_whenever_clust
             columns = fake_columns(schema, offsets.tolist())
             columns["weight"][:] = 1.0
             add_now(store, columns, PARTITIONS, embed(offsets))
-            until(lambda: store.embeddings.neighbours.stats().waiting < 20)
-        trained = until(store.embeddings.poll)
+            wait_until(lambda: store.embeddings.neighbours.stats().waiting < 20)
+        trained = wait_until(store.embeddings.poll)
         importance = sample_of(store, trained, 1000).importance
         assert importance.min() > 0.5
         assert importance.max() < 2.0
