@@ -85,6 +85,7 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
     """Run all ranks of this host; return the exit code that rank 0 wrote."""
     _log_no_frames()
     from anabranch.core.logs import log_arguments
+    from anabranch.core.start_report import start_does
     from anabranch.learner.parallel.launcher import launch
     from anabranch.learner.parallel.process_group import record_collectives
     from anabranch.learner.state_dir.folders import TRACES
@@ -93,6 +94,7 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
     if settings.device != "cpu":
         record_collectives(config.state_dir / TRACES)
     command = (sys.executable, "-P", "-m", "anabranch.learner", *config.arguments(), *log_arguments())
+    start_does("starts its ranks")
     return launch(settings, command, stop)
 
 
@@ -135,8 +137,9 @@ def _rank(group: Path, arguments: list[str]) -> int:
             _lead_or_follow(config.pipeline.with_changes(learner=settings), stop, assignment)
 
     with exiting_at_once():
-        code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
-        if os.environ["RANK"] == "0" or code in REFUSED:
+        leads = os.environ["RANK"] == "0"
+        code = enter("learner", "One rank of a learner.", learn_in_group, arguments, reports_start=leads)
+        if leads or code in REFUSED:
             write_outcome(group, code)
         if code:
             sys.exit(0 if code in REFUSED else code)
@@ -180,7 +183,8 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
             sys.exit(1)
 
     with exiting_at_once():
-        code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
+        leads = os.environ.get("RANK") == "0"
+        code = enter("learner", "One rank of a learner.", learn_in_group, arguments, reports_start=leads)
         if code:
             sys.exit(code)
     return 0

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import away_is_dependency, state_errors
 from anabranch.core.shutdown import Deadline, hard_stop_after
+from anabranch.core.start_report import start_does
 from anabranch.core.stream_secret import StreamSecret
 from anabranch.core.tracing.spans import tracing
 from anabranch.ingest.errors import GapError
@@ -185,6 +186,7 @@ class Assembly:
         if assignment is None:
             leave_out_unusable(spec.device, spec.learner.device)
         prepare_cuda(spec.learner.device, spec.device_sharing)
+        start_does("builds the model" if assignment is None else "waits for the other ranks, and builds the model")
         channel = stack.enter_context(lead(assignment, spec.learner)) if assignment is not None else None
         device = channel.device if channel is not None else choose_device(spec.learner.device)
         reserve = spec.learner.deterministic
@@ -248,6 +250,7 @@ class Assembly:
         if settings is None:
             check_state_is_here(state_dir)
             return None
+        start_does(f"takes the lease of {settings.url}, for which it waits while another learner renews it")
         owner = PrefixOwner(self.spec.name, self.spec.stream.topics)
         held = self.stack.enter_context(lease_storage(settings, state_dir, self._generation, self.stop, owner))
         self._generation = held.lease.generation
@@ -297,6 +300,7 @@ class Assembly:
     def _build_store(self) -> tuple[ResumePoint, BackgroundStore | None, Checkpoints, ErasureLog]:
         """Read the newest checkpoint, and build the store with what it has."""
         spec = self.spec
+        start_does("restores the newest checkpoint")
         written = ErasureLog(spec.state_dir / LOG)
         written.refresh()
         checkpoints = stored_checkpoints(
@@ -549,6 +553,8 @@ class Assembly:
         """Read the stream from the positions of the ledger; return False when the learner was stopped meanwhile."""
         source, loop = self.source, self.loop
         self.stack.callback(source.close)
+        stream = self.spec.stream
+        start_does(f"waits for {stream.bootstrap_servers} to list the partitions of {', '.join(stream.topics)}")
         source.open(loop.ledger.positions, self.stop, marks=loop.ledger.marks)
         if self.stop.is_set():
             return False

@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
             patience = UNTIL_GONE if "--supervised" in others else timedelta(0)
             serve(deployment_of(config), config.pipeline.serving, stop, patience=patience)
 
-    code = enter("serving", "Answer requests over HTTP from the newest version.", serve_config, others)
+    description, alone = "Answer requests over HTTP from the newest version.", options.worker is None
+    code = enter("serving", description, serve_config, others, reports_start=alone)
     return code or (codes[0] if codes else 0)
 
 

@@ -92,6 +92,7 @@ ALLOWED_IN = {
 
 WALL_CLOCK = {
     "anabranch/core/tracing/tracer.py": "the time of a span",
+    "anabranch/core/start_report.py": "a report's time",
     "anabranch/core/host_clock.py": "the one clock that vouches for times of the stream",
     "serving/fleet/overview.py": "how old reports of other hosts are, for display",
     "anabranch/commands/versions/rollout.py": "a command that reads once a report of another process",

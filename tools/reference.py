@@ -100,6 +100,7 @@ _TAIL = """\
 | `undo.json` | which events were undone, and the checkpoint that the learner returned to |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
+| `learner-start.json`, `serving-start.json` | what the part does or waits for until its first report |
 | `mlflow.json` | with `[mlflow]`: versions that wait to be registered, and the numbers of those that are |
 | `learner.lock` | held by the one learner |
 | `generation` | how many learners have held the lock; with `[storage]` that of the lease, if it is later |

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from anabranch.commands.versions.fleet import fleet_lines, fleet_of
 from anabranch.config.loader import Config
 from anabranch.core.die_with_parent import lives
 from anabranch.core.sizes import size_text
+from anabranch.core.start_report import StartReport, read_start
 from anabranch.learner.device.reading import DeviceReport
 from anabranch.learner.state_dir.search_control import SearchReport, shown
 from anabranch.learner.state_dir.undo_file import UndoReport
@@ -57,7 +58,9 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Update the screen every second, until Ctrl-C.")] = False,
     exit_code: Annotated[
         bool,
-        typer.Option("--exit-code", help="Exit with 0 when healthy, 4 when unhealthy, 5 when a part is not running."),
+        typer.Option(
+            "--exit-code", help="Exit with 0 when healthy, 4 when unhealthy, 5 when a part does not run, or starts."
+        ),
     ] = False,
 ) -> Exit | None:
     """Show pipeline health, lag, throughput, accuracy and the served version."""
@@ -82,11 +85,19 @@ class Status:
     serving: ServingReport | None
     fleet: Fleet | None = None
     """The servers of all hosts; None without `[storage]`."""
+    starts: Mapping[str, StartReport | None] = field(default_factory=dict)
+    """What each part that lives, `learner` or `serving`, said of its start, which may be over."""
 
-    def condition(self, report: LearnerReport | ServingReport | None) -> str:
-        """Return `running`, `silent` or `not running`."""
+    @property
+    def reports(self) -> "dict[str, LearnerReport | ServingReport | None]":
+        """The reports of both parts, by the name of the part."""
+        return {"learner": self.learner, "serving": self.serving}
+
+    def condition(self, part: str) -> str:
+        """Return `running`, `silent`, `starting` or `not running`."""
+        report = self.reports[part]
         if report is None or not lives(report.pid):
-            return "not running"
+            return "not running" if self.starts.get(part) is None else "starting"
         return "running" if self.now - report.time < SILENT.total_seconds() else "silent"
 
     def exit_code(self) -> Exit:
@@ -94,12 +105,12 @@ class Status:
 
         In a fleet, a part that has never run on this host is another host's.
         """
-        both = (self.learner, self.serving)
-        reports = both if self.fleet is None or not any(both) else [report for report in both if report]
-        conditions = {self.condition(report) for report in reports}
-        if "not running" in conditions:
+        both = self.reports
+        here = [part for part in both if both[part] or self.starts.get(part)] if self.fleet is not None else []
+        conditions = {self.condition(part) for part in here or both}
+        if conditions & {"starting", "not running"}:
             return Exit.NOT_RUNNING
-        healthy = conditions == {"running"} and not any(report and report.problems for report in reports)
+        healthy = conditions == {"running"} and not any(report and report.problems for report in both.values())
         return Exit.DONE if healthy else Exit.UNHEALTHY
 
     def to_json(self) -> bytes:
@@ -107,26 +118,28 @@ class Status:
         document: dict[str, object] = {
             "name": self.name,
             "state_dir": self.state_dir,
-            "learner": self._part(self.learner),
-            "serving": self._part(self.serving),
+            **{part: self._part(part) for part in self.reports},
         }
         if self.fleet is not None:
             document["fleet"] = self.fleet.document()
         return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
-    def _part(self, report: LearnerReport | ServingReport | None) -> dict[str, object]:
+    def _part(self, part: str) -> dict[str, object]:
+        report, condition = self.reports[part], self.condition(part)
         return {
-            "condition": self.condition(report),
+            "condition": condition,
             "age_seconds": None if report is None else round(self.now - report.time, 3),
             "report": report,
+            **({"start": self.starts[part]} if condition == "starting" else {}),
         }
 
 
 def read_status(config: Config) -> Status:
     """Read the newest reports of a pipeline's parts."""
     state_dir = config.state_dir
+    starts = {part: read_start(state_dir, part) for part in ("learner", "serving")}  # before the reports that end them
     reports = read_learner(state_dir), read_serving(state_dir)
-    return Status(config.pipeline.name, str(state_dir), time.time(), *reports, fleet_of(config))
+    return Status(config.pipeline.name, str(state_dir), time.time(), *reports, fleet_of(config), starts)
 
 
 def render(status: Status) -> RenderableType:
@@ -135,8 +148,8 @@ def render(status: Status) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("pipeline", f"{status.name}, state in {status.state_dir}")
-    for part, report in (("learner", status.learner), ("serving", status.serving)):
-        table.add_row(part, _condition(status, report))
+    for part, report in status.reports.items():
+        table.add_row(part, _condition(status, part))
         for sentence in report.problems if report else ():
             table.add_row("", Text(sentence, style="yellow"))
     return Group(
@@ -147,10 +160,13 @@ def render(status: Status) -> RenderableType:
     )
 
 
-def _condition(status: Status, report: LearnerReport | ServingReport | None) -> Text:
-    condition = status.condition(report)
-    style = {"running": "green", "silent": "yellow"}.get(condition, "dim")
+def _condition(status: Status, part: str) -> Text:
+    condition, report = status.condition(part), status.reports[part]
+    style = {"running": "green", "silent": "yellow", "starting": "cyan"}.get(condition, "dim")
     text = Text(condition, style=style)
+    if condition == "starting" and (start := status.starts[part]) is not None:
+        began = f"  pid {start.pid}, for {_age(status.now - start.started)}: {start.doing}"
+        return text.append(began, style="default")
     if report is None:
         return text
     age = status.now - report.time

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,6 +30,8 @@ def enter(
     work: "Callable[[Config, threading.Event], None]",
     arguments: Sequence[str] | None,
     prepare: Callable[[], None] | None = None,
+    *,
+    reports_start: bool = True,
 ) -> int:
     """Do `work` with the settings until a signal, or with `--supervised` the end of stdin, stops it.
 
@@ -40,6 +43,7 @@ def enter(
         arguments: of the command line; by default `sys.argv[1:]`.
         prepare: does what `work` needs whatever the settings are. With it there is `--standby`, which prepares and then
             waits for a line on stdin before it reads the settings; the end of stdin or a signal ends it until then.
+        reports_start: whether `status` shows the start of this process as that of the package.
 
     Returns:
         An exit code of `anabranch.runtime.lifecycle.Exit`.
@@ -55,6 +59,7 @@ def enter(
     options = parser.parse_args(arguments)
     set_allocator(os.environ)
     from anabranch.config.loader import load_config
+    from anabranch.core.start_report import starting
     from anabranch.runtime.lifecycle import (
         raise_descriptor_limit,
         run,
@@ -78,7 +83,7 @@ def enter(
             config = load_config(options.config, assignments=options.set)
             if options.supervised:
                 stop_with_parent(stop)
-            with private_state(config):
+            with private_state(config), starting(config.state_dir, name) if reports_start else nullcontext():
                 work(config, stop)
 
     return run(work_until_stopped)

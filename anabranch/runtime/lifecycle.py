@@ -36,7 +36,7 @@ class Exit(IntEnum):
     """Of `status --exit-code`: learner or serving reports a problem, or has not reported for some time; of
     `plan --exit-code`: the plan breaks a promise."""
     NOT_RUNNING = 5
-    """Of `status --exit-code` alone: learner or serving does not run."""
+    """Of `status --exit-code` alone: learner or serving does not run, or still starts."""
 
 
 def exit_code(error: AnabranchError) -> Exit:

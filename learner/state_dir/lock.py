@@ -16,6 +16,7 @@ from pathlib import Path
 from anabranch.core.atomic_files import replace_file
 from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.core.failures import state_errors
+from anabranch.core.start_report import start_does
 from anabranch.learner.errors import SecondLearnerError, StateBusyError
 
 LOCK = "learner.lock"
@@ -127,6 +128,7 @@ def _lock(descriptor: int, path: Path, stop: threading.Event | None, patience: t
         if stopped or time.monotonic() - since >= _longest_wait(mark, patience).total_seconds():
             raise _refusal(mark, path)
         if not logged:
+            start_does(f"waits, since {_holder(mark)} in {path}")
             log.info("%s in %s; waiting for its end", _holder(mark), path)
             logged = True
         time.sleep(_POLL_SECONDS)

@@ -133,6 +133,8 @@ class RegistryState(msgspec.Struct, frozen=True):
     """Versions that are not served again."""
     promoted: int | None = None
     """The last version that a person promoted; served whatever its verdict."""
+    replaced: int | None = None
+    """The version that was served when a person promoted another one: a rollback returns to it."""
     recent: list[int] = []
     """The newest versions that were swapped in, the last one last."""
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.start_report import start_does
 from anabranch.serving.settings import ServingSettings, TlsSettings
 
 log = logging.getLogger("anabranch.serving")
@@ -86,6 +87,7 @@ def listen_patiently(host: str, port: int, patience: timedelta) -> socket.socket
                 raise
             if not waits:
                 log.info("serving.port = %d is taken on %s, perhaps by a process that is about to end", port, host)
+                start_does(f"waits for port {port}, which another process still has")
             waits = True
             time.sleep(_POLL_SECONDS)
 

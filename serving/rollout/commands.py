@@ -18,39 +18,45 @@ def promote(state: RegistryState, number: int, numbers: Sequence[int]) -> Regist
     """Serve this version whatever its verdict, until a newer one passes; skip those that are newer now."""
     _check(state, number, numbers)
     passed_over = {newer for newer in numbers if newer > number} | (set(state.rolled_back) - {number})
-    return _with(state, numbers, passed_over, promoted=number)
+    replaced = state.replaced if number == state.serving else state.serving
+    return msgspec.structs.replace(_with(state, numbers, passed_over, promoted=number), replaced=replaced)
 
 
 def roll_back(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
-    """Serve this older version whatever its verdict, until a newer one passes; those that are newer now are not taken.
+    """Serve this version whatever its verdict, until a newer one passes; those that are newer now are not taken.
 
-    Raises ConflictError also when the version is not older than the served one.
+    Raises ConflictError also when the version is neither older than the served one nor what this one replaced.
     """
     _check(state, number, numbers)
-    if state.serving is not None and number >= state.serving:
+    if state.serving is not None and number >= state.serving and number != _replaced(state):
         why = "is served" if number == state.serving else f"is newer than version {state.serving}, which is served"
         raise ConflictError(f"version {number} {why}; roll back to an older version, or serve this one")
-    return promote(state, number, numbers)
+    return msgspec.structs.replace(promote(state, number, numbers), replaced=None)
 
 
 def reject(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
     """Never serve this version again; when it is served now, serve the newest other one that may be served."""
     _check(state, number, numbers)
-    return _with(state, numbers, {*state.rolled_back, number})
+    after = _with(state, numbers, {*state.rolled_back, number})
+    return msgspec.structs.replace(after, replaced=None if number == state.replaced else state.replaced)
 
 
-def version_before(state: RegistryState, numbers: Sequence[int]) -> int | None:
+def version_before(state: RegistryState, numbers: Sequence[int], usable: Sequence[int]) -> int | None:
     """Return the version that a rollback without a target returns to; None when there is none.
 
     Args:
         state: what serving serves.
-        numbers: the versions that may be served, ascending.
+        numbers: all versions.
+        usable: those that may be served, ascending.
 
-    It is the version that was served before, or else the newest one below the served version.
+    It is the version that a person replaced by the served one, else the one that was served before, else the newest one
+    below the served version.
     """
     if state.serving is None:
         return None
-    older = [number for number in numbers if number < state.serving and number not in state.rolled_back]
+    if (replaced := _replaced(state)) in numbers:
+        return replaced
+    older = [number for number in usable if number < state.serving and number not in state.rolled_back]
     return state.previous if state.previous in older else max(older, default=None)
 
 
@@ -75,6 +81,11 @@ COMMANDS: dict[str, RolloutCommand] = {
     "pin": pin,
     "unpin": unpin,
 }
+
+
+def _replaced(state: RegistryState) -> int | None:
+    """Return the version that a person replaced, while no other than the promoted one was served since."""
+    return state.replaced if state.serving in (state.promoted, state.replaced) else None
 
 
 def _check(state: RegistryState, number: int, numbers: Sequence[int]) -> None:

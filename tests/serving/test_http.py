@@ -573,6 +573,7 @@ def test_rollout_commands_are_applied_before_they_are_answered(running, numbers,
         "pinned": None,
         "rolled_back": [2, 3],
         "promoted": 1,
+        "replaced": None,
         "recent": [1, 2, 3, 2, 1],
     }
     assert served() == "1"

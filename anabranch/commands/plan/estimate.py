@@ -55,7 +55,7 @@ class Plan(msgspec.Struct):
 
     def unknown(self) -> list[str]:
         """Return the sections with a line that has no value, since a constant of it was not measured."""
-        return [each.name for each in self.sections.values() if any(line.value is None for line in each.lines)]
+        return [each.name for each in self.sections.values() if not all(line.is_known for line in each.lines)]
 
     def exit_code(self) -> Exit:
         """Return DONE where every promise holds, else UNHEALTHY."""
@@ -94,7 +94,7 @@ def render_plan(plan: Plan, *, explain: bool) -> RenderableType:
     """Return the plan as tables; with `explain`, each line with its formula."""
     parts: list[RenderableType] = []
     for section in plan.sections.values():
-        if not (lines := [line for line in section.lines if line.value is not None]):
+        if not (lines := [line for line in section.lines if line.is_known]):
             continue
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, min_width=34)

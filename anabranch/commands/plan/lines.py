@@ -15,14 +15,23 @@ class Line(msgspec.Struct, frozen=True):
 
     name: str
     value: float | None
-    """None: a constant that it needs was not measured."""
+    """None: a constant that it needs was not measured, or it has no bound."""
     unit: Unit
     formula: str
     """How it was computed, with the numbers in it, or where it was measured."""
+    bounded: bool = True
+    """False of a part that sets no limit, as far as can be said from what was measured."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what it needs was measured."""
+        return self.value is not None or not self.bounded
 
     @property
     def text(self) -> str:
         """The value as a person reads it."""
+        if not self.bounded:
+            return "no limit"
         return "not measured" if self.value is None else written(self.value, self.unit)
 
 

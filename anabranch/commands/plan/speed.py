@@ -7,6 +7,9 @@ from anabranch.config.pipeline import Pipeline
 
 MEAN, P99 = "mean", "99 of 100 within"
 RATE = "the pipeline"
+_FARTHEST = 100.0
+"""How many times the highest rate that was seen or is planned for the rate of a part is said: a part that takes next to
+none of the time or of the disk is no measure of more."""
 _BUSY = 0.85
 """The part of the time for which steps and their stalls keep the loop busy, below which they do not limit it."""
 
@@ -57,20 +60,25 @@ def saturation(pipeline: Pipeline, constants: Constants, load: Load, day: PlanSe
     """Return the rates that each part can do, and that of all together; `day` is what is written to the disk."""
     step, rows = constants.full_step_seconds, constants.full_step_rows
     stall, paused = constants.stall_seconds_per_event, constants.checkpoint_stall_seconds_per_event
-    lines = list[Line]()
+    measured, lines = constants.saturation_rate, list[Line]()
+    farthest = _FARTHEST * max(load.rate, measured or 0.0)
+
+    def add(name: str, rate: float, formula: str) -> None:
+        bounded = rate <= farthest
+        lines.append(Line(name, rate if bounded else None, "1/s", formula, bounded))
+
     if step is not None and rows:
         busy = max(1e-9, step / rows - (stall or 0.0))
         formula = f"{rows:,.0f} events / {written(step, 's')}, without waiting for replay"
-        lines.append(Line("steps", 1 / busy, "1/s", formula))
+        add("steps", 1 / busy, formula)
     for name, each in (("replay", stall), ("checkpoints", paused)):
         if each:
-            lines.append(Line(name, 1 / each, "1/s", f"1 / {written(each, 's')} that steps wait for it, of an event"))
+            add(name, 1 / each, f"1 / {written(each, 's')} that steps wait for it, of an event")
     total, growing = day.value(TOTAL), sum(day.value(name) or 0.0 for name in GROWING)
     if constants.disk_bytes_per_second and total and growing:
         left = max(0.0, constants.disk_bytes_per_second - (total - growing) / DAY)
         formula = f"{written(left, 'bytes')} a second besides the rest, if {written(growing, 'bytes/day')} grew with it"
-        lines.append(Line("disk", load.rate * left / (growing / DAY), "1/s", formula))
-    measured = constants.saturation_rate
+        add("disk", load.rate * left / (growing / DAY), formula)
     disk = next((line.value for line in lines if line.name == "disk" and line.value is not None), None)
     rate = measured if measured is None or disk is None else min(measured, disk)
     formula = f"new events while some waited in the {constants.source}; least: {_limit(lines, rate)}"

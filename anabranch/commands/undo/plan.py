@@ -51,6 +51,7 @@ class UndoPlan:
 
     Attributes:
         ranges: the offsets, by partition.
+        unsearched: what was read and was not searched for the selection.
         offsets: their number.
         tainted: the versions that have seen some of them, ascending.
         clean: the newest version that has seen none and may be served; None where there is none.
@@ -62,6 +63,7 @@ class UndoPlan:
     """
 
     ranges: dict[str, OffsetRanges]
+    unsearched: list[str]
     offsets: int
     tainted: list[TaintedVersion]
     clean: int | None
@@ -78,7 +80,8 @@ class UndoPlan:
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
         pairs = {name: list(zip(each.firsts, each.lasts, strict=True)) for name, each in self.ranges.items()}
-        fields = {name: getattr(self, name) for name in ("offsets", "clean", "checkpoint", "checkpoint_time", "again")}
+        names = ("unsearched", "offsets", "clean", "checkpoint", "checkpoint_time", "again")
+        fields = {name: getattr(self, name) for name in names}
         return {"ranges": pairs, **fields, "tainted": [asdict(each) for each in self.tainted]}
 
     def sentences(self) -> list[str]:
@@ -90,6 +93,8 @@ class UndoPlan:
         ]
         more = f" and {len(named) - _MOST_NAMED:,} more ranges" if len(named) > _MOST_NAMED else ""
         sentences = [f"{self.offsets:,} offsets are undone: {', '.join(named[:_MOST_NAMED])}{more}"]
+        if self.unsearched:
+            sentences.append(_unsearched(self.unsearched))
         for each in self.tainted:
             answered = "an unknown number of" if each.requests is None else f"{each.requests:,}"
             served = ", is served now," if each.served else ""
@@ -125,9 +130,10 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         # In this thread, which Ctrl-C ends while the broker does not answer.
         connected = functools.cache(lambda: stack.enter_context(StreamSearch(config.pipeline.stream)))
-        ranges = select(config, selection, known, connected, progress)
+        ranges, unsearched = select(config, selection, known, connected, progress)
         if not ranges:
-            raise SettingsError("no event that this pipeline reads is of that selection: nothing is to be undone")
+            more = f"; {_unsearched(unsearched)}" if unsearched else ""
+            raise SettingsError(f"no event in the topics is of that selection: nothing is to be undone{more}")
         # After a search, which may take minutes in which versions appear. Tainted versions are served until this is
         # done: where offsets are given, the broker answers while they are listed.
         listed = pool.submit(lambda: (list_versions(config, None), stored_versions(config).state()))
@@ -145,6 +151,7 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
     answered = _answered(config)
     return UndoPlan(
         ranges=ranges,
+        unsearched=unsearched,
         offsets=sum(each.count for each in ranges.values()),
         tainted=[
             TaintedVersion(
@@ -267,6 +274,15 @@ def _since_when(checkpoints: Checkpoints, found: CheckpointsByTaint, starts: Map
             made = format_time(checkpoints.manifest(number).time)
             return f"events that came after checkpoint {number}, made at {made}, can be undone"
     return "no event that was learned can be undone now"
+
+
+def _unsearched(parts: Sequence[str]) -> str:
+    named = ", ".join(parts[:_MOST_NAMED])
+    more = f" and {len(parts) - _MOST_NAMED:,} more" if len(parts) > _MOST_NAMED else ""
+    return (
+        f"not searched, since the broker has them no longer or never had them: {named}{more}; what they have of that "
+        "selection is not undone, and `anabranch erase` takes it out of the store"
+    )
 
 
 def _answered(config: Config) -> Mapping[int, int] | None:

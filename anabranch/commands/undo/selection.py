@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,10 +61,22 @@ class Selection:
             raise SettingsError(f"--since {self.since} is after --until {self.until}")
 
 
+class SelectedOffsets(NamedTuple):
+    """What an undo is for.
+
+    Attributes:
+        ranges: by partition, as `topic#incarnation[partition]`, without offsets before the pipeline's first.
+        unsearched: what the pipeline has read and the search has not, which may have more of the selection.
+    """
+
+    ranges: dict[str, OffsetRanges]
+    unsearched: list[str]
+
+
 def select(
     config: Config, selection: Selection, known: Known, connected: Callable[[], StreamSearch], progress: Progress
-) -> dict[str, OffsetRanges]:
-    """Return the ranges by partition, as `topic#incarnation[partition]`, without offsets before the pipeline's first.
+) -> SelectedOffsets:
+    """Find the events of a selection.
 
     With keys and producers, each message that matches one of them is a range. `connected` returns the connection to the
     broker, once it is there; offsets need none.
@@ -77,7 +90,7 @@ def select(
         pairs: dict[str, list[tuple[int, int]]] = {}
         for each in ranges:
             pairs.setdefault(each.partition, []).append((each.first, each.last))
-        return ranges_of(_within(pairs, known))
+        return SelectedOffsets(ranges_of(_within(pairs, known)), [])
     search = connected()
     window = _window(selection, known, search)
     matches = _within_times(selection)
@@ -90,7 +103,10 @@ def select(
         )
         for name, offsets in found.items():
             chosen.setdefault(name, []).extend((each, each) for each in offsets)
-    return ranges_of({_named(name, known): own for name, own in chosen.items()})
+    unsearched = [f"{_named(name, known)}@{first}..{end - 1}" for name, (first, end) in window.gone.items()]
+    if config.pipeline.stream.backfill is not None:
+        unsearched.append("the files of [stream.backfill]")
+    return SelectedOffsets(ranges_of({_named(name, known): own for name, own in chosen.items()}), unsearched)
 
 
 def moment_of(option: str, text: str) -> datetime:
@@ -110,11 +126,13 @@ class _Window:
         begins: the first offset that may have one.
         ends: the offset after the last that may.
         certain: the first offset, and the one after the last, between which all have such times; none are left out.
+        gone: the pipeline's first offset, and the broker's, which has none of those between any longer.
     """
 
     begins: Mapping[TopicPartition, int]
     ends: Mapping[TopicPartition, int]
     certain: Mapping[TopicPartition, tuple[int, int]]
+    gone: Mapping[TopicPartition, tuple[int, int]]
 
     @property
     def edges(self) -> Iterator[tuple[dict[TopicPartition, int], dict[TopicPartition, int]]]:
@@ -137,7 +155,13 @@ def _window(selection: Selection, known: Known, search: StreamSearch) -> _Window
         at, later = search.offsets_at(until), search.offsets_at(until + DISORDER)
         stop, ends = ({name: min(end, each[name]) for name, end in ends.items()} for each in (at, later))
     certain = {name: (sure[name], stop[name]) for name in begins if sure[name] < stop[name]}
-    return _Window(begins, ends, certain)
+    first_of = {name: firsts.get(_named(name, known), begin) for name, begin in begins.items()}
+    gone = {
+        name: (first_of[name], start)
+        for name, start in search.log_starts.items()
+        if first_of[name] < start == begins[name]
+    }
+    return _Window(begins, ends, certain, gone)
 
 
 def _within_times(selection: Selection) -> Matches:

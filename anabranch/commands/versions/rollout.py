@@ -157,7 +157,7 @@ def _chosen(config: Config, action: str, which: Which | None) -> int:
     if state.serving is None:
         raise SettingsError(f"serving has taken no version yet in {versions.location}")
     usable = sorted(one.number for one in list_versions(config, None) if one.refused is None)
-    before = version_before(state, usable)
+    before = version_before(state, versions.numbers(), usable)
     if before is None:
         raise SettingsError(
             f"no version before {state.serving} in {versions.location} may be served; "

@@ -202,6 +202,22 @@ def test_versions_and_checkpoints_do_not_grow_with_the_rate(tmp_path):
     assert plan.sections["saturation"].value(RATE) == 0.0, "versions alone take more"
 
 
+def test_a_part_that_takes_next_to_nothing_is_said_to_set_no_limit(tmp_path):
+    """A store that is long full admits few events a day: their bytes do not say at which rate the disk is full."""
+    changes = {"disk_bytes_per_second": 1e9, "stall_seconds_per_event": 1e-9}
+    plan = plan_of(tmp_path, "[replay]\ncapacity = 5000\n", Load(rate=100.0), **changes)
+    section = plan.sections["saturation"]
+    for name in ("disk", "replay"):
+        assert (section[name].value, section[name].text, section[name].is_known) == (None, "no limit", True)
+    assert section.value(RATE) == 5_000.0
+    assert not plan.unknown()
+    for line in section.lines:
+        assert line.value is None or line.value <= 100 * 5_000.0
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render_plan(plan, explain=False))
+    assert "no limit" in console.file.getvalue()
+
+
 def test_a_plan_without_a_store_counts_the_rows_of_held_out_events(tmp_path):
     """The model of the config has four numbers and a label; a run holds out few at first."""
     more = 'strategy = "none"\n'

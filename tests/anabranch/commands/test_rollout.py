@@ -89,6 +89,7 @@ def test_a_serving_process_applies_a_command_at_once_and_says_what_it_serves(con
         "rolled_back": [3],
         "recent": [2, 3, 2],
         "promoted": 2,
+        "replaced": None,
         "running": True,
     }
     assert run(config, "serve", "1", "--pin", "--yes") == 0
@@ -126,7 +127,7 @@ def test_without_a_serving_process_the_order_is_written_down(config, capsys):
     assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2, 3], promoted=1)
     assert capsys.readouterr().out == "saved; serving is not running and will apply it on start\n"
     assert run(config, "serve", "latest", "--yes") == 0
-    assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2], promoted=3)
+    assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2], promoted=3, replaced=2)
 
 
 def test_a_rollback_without_a_version_before_names_the_way_out(config, capsys):

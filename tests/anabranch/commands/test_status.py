@@ -15,6 +15,7 @@ from anabranch import cli
 from anabranch.command import output
 from anabranch.commands.status import read_status, render
 from anabranch.config.loader import load_config
+from anabranch.core.start_report import StartReport, start_does, starting
 from anabranch.learner.device.reading import DeviceReport
 from anabranch.learner.status import report as reports
 from anabranch.learner.status.report import (
@@ -27,6 +28,7 @@ from anabranch.learner.status.report import (
     StorageReport,
 )
 from anabranch.runtime.console import PlainConsole
+from anabranch.runtime.lifecycle import Exit
 from anabranch.serving.reporting.report import ServingReport
 
 PARTITION = PartitionReport(
@@ -306,6 +308,30 @@ def test_a_hold_and_a_pin_are_shown(config, now):
 def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid, now):
     reports.write_report(config.state_dir, learner_report(pid=dead_pid, time=now - 3600))
     assert f"learner not running pid {dead_pid}, last report 1:00:00 ago" in screen(config)
+
+
+@pytest.mark.parametrize("before", [None, 2**30])
+def test_a_part_that_starts_says_since_when_and_what_it_waits_for(config, now, before):
+    if before is not None:
+        reports.write_report(config.state_dir, learner_report(pid=before, time=now - 3600))
+    with starting(config.state_dir, "learner"):
+        start_does("waits for localhost:9092")
+        status = read_status(config)
+        assert f"learner starting pid {os.getpid()}, for 0.0 s: waits for localhost:9092" in screen(config)
+        assert status.exit_code() == Exit.NOT_RUNNING
+        document = json.loads(status.to_json())["learner"]
+        assert document["condition"] == "starting"
+        assert document["start"]["doing"] == "waits for localhost:9092"
+        reports.write_report(config.state_dir, learner_report(time=now))
+        assert f"learner running pid {os.getpid()}" in screen(config)
+    start_does("waits for nobody")
+    assert not list(config.state_dir.glob("*-start.json"))
+
+
+def test_a_part_that_died_while_it_started_is_not_running(config, dead_pid):
+    path = config.state_dir / "learner-start.json"
+    path.write_bytes(msgspec.json.encode(StartReport(dead_pid, time.time(), "builds the model")))
+    assert "learner not running" in screen(config)
 
 
 def test_a_living_part_that_says_nothing_is_silent(config):

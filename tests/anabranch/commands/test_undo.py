@@ -109,7 +109,7 @@ def test_times_choose_messages_by_themselves_where_they_are_out_of_order():
     for producers in ((), ("trace=30",)):
         with StreamSearch(settings, client) as search:
             selection = Selection(producers=producers, since=since.isoformat(), until=until.isoformat())
-            chosen = select(config, selection, {}, lambda: search, lambda *_: None)
+            chosen, _ = select(config, selection, {}, lambda: search, lambda *_: None)
         (ranges,) = chosen.values()
         pairs = zip(ranges.firsts, ranges.lasts, strict=True)
         offsets = [offset for first, last in pairs for offset in range(first, last + 1)]
@@ -161,6 +161,21 @@ def test_what_the_broker_has_no_longer_is_read_again_from_files_that_have_it(bro
     config = with_files(write_pipeline, 1, 200, COUNT)
     with pytest.raises(SettingsError, match=r"has payments#0\[\d\]@200\.\.249 no longer"):
         plan(config, offsets=["payments[0]@300..310"])
+
+
+def test_what_was_learned_and_is_not_searched_for_a_selection_is_said(broker, write_pipeline):
+    """The broker has removed a part of the topics, and files never were in them."""
+    parts = ["payments#0[0]@0..249", "payments#0[1]@0..249", "the files of [stream.backfill]"]
+    config = with_files(write_pipeline, 9, 400, COUNT, identity=False)
+    for partition in broker.topics.values():
+        partition.start, partition.messages = 250, dict.fromkeys(range(250, COUNT), b"")
+    made = plan(config, producers=["trace=500"])
+    assert made.ranges.keys() == {"payments#0[0]", "payments#0[1]"}
+    assert made.document()["unsearched"] == parts
+    assert any(f"no longer or never had them: {', '.join(parts)};" in each for each in made.sentences())
+    with pytest.raises(SettingsError, match=r"is of that selection.*: payments#0\[0\]@0\.\.249, .* files of"):
+        plan(config, producers=["trace=none"])
+    assert plan(config, offsets=["payments[0]@500..510"]).unsearched == []
 
 
 def test_an_undo_for_which_a_history_would_be_learned_again_is_refused(broker, write_pipeline):
@@ -217,7 +232,7 @@ def test_nothing_is_recorded_once_the_learner_has_deleted_the_checkpoint_of_the_
         ({"since": "yesterday", "until": "2026-07-03"}, "is not a time"),
         ({"since": "2026-07-04", "until": "2026-07-03"}, "is after --until"),
         ({"offsets": ["payments@1"]}, "is not of the form"),
-        ({"producers": ["trace=none"]}, "no event that this pipeline reads is of that selection"),
+        ({"producers": ["trace=none"]}, "no event in the topics is of that selection"),
     ],
 )
 def test_a_selection_that_cannot_be_meant_is_refused(pipeline, options, said):

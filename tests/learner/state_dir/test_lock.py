@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 
 from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.start_report import read_start, starting
 from anabranch.learner.errors import SecondLearnerError, StateBusyError
 from anabranch.learner.state_dir import lock
 from anabranch.learner.state_dir.lock import GENERATION, LOCK, check_generation, is_locked, lock_state_directory
@@ -121,9 +122,13 @@ def test_a_learner_with_short_patience_waits_for_a_command(tmp_path, caplog):
             return generation
 
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as command:
+        command.enter_context(starting(tmp_path, "learner"))
         command.enter_context(lock_state_directory(tmp_path, command="anabranch erase"))
         learner = pool.submit(hold)
         wait_until(lambda: "`anabranch erase` is at work" in caplog.text)
+        start = read_start(tmp_path, "learner")
+        assert start is not None
+        assert start.doing == f"waits, since `anabranch erase` is at work in {tmp_path}"
         assert not learner.done()
         command.close()
         assert learner.result(30) == 2

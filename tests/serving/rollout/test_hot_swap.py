@@ -212,7 +212,7 @@ def test_a_rollback_goes_to_the_version_served_before_and_what_came_since_is_not
         numbers.publish(number)
     assert watched.poll() == 4
     numbers.publish(5, verdict="fail")
-    before = version_before(numbers.versions.state(), numbers.versions.numbers())
+    before = version_before(numbers.versions.state(), numbers.versions.numbers(), numbers.versions.numbers())
     assert before == 1, "3 was never served, and is not what was served before"
     watched.swap.apply(roll_back, before)
     assert watched.poll() == 1
@@ -268,10 +268,40 @@ def test_a_rejected_version_alone_is_not_served_again(numbers, watched):
         (RegistryState(serving=2, previous=4, rolled_back=[3, 4]), 1),
         (RegistryState(serving=1, previous=4), None),
         (RegistryState(), None),
+        (RegistryState(serving=2, previous=4, promoted=2, replaced=4, rolled_back=[3, 4]), 4),
+        (RegistryState(serving=2, previous=9, promoted=2, replaced=9, rolled_back=[3, 4]), 1),
+        (RegistryState(serving=4, previous=2, promoted=2, replaced=3, rolled_back=[3]), 2),
     ],
 )
 def test_a_rollback_without_a_target_returns_to_what_was_served_before(state, before):
-    assert version_before(state, [1, 2, 3, 4]) == before
+    assert version_before(state, [1, 2, 3, 4], [1, 2, 3, 4]) == before
+
+
+def test_a_rollback_after_a_version_that_was_served_by_hand_returns_to_what_it_replaced(numbers, watched):
+    for number in (1, 2, 3, 4):
+        numbers.publish(number)
+        assert watched.poll() == number
+
+    def before():
+        return version_before(numbers.versions.state(), numbers.versions.numbers(), [1])
+
+    watched.swap.apply(promote, 2)
+    assert watched.poll() == 2
+    assert before() == 4
+    with pytest.raises(ConflictError, match="roll back to an older version"):
+        watched.swap.apply(roll_back, 3)
+    watched.swap.apply(roll_back, 4)
+    assert watched.poll() == 4
+    watched.swap.apply(promote, 2)
+    watched.swap.apply(reject, 4)
+    assert watched.poll() == 2
+    assert before() == 1, "a rejected version is not returned to"
+
+
+def test_a_rollback_before_serving_runs_takes_a_choice_back(numbers):
+    chosen = promote(RegistryState(serving=4, previous=3), 2, [1, 2, 3, 4])
+    assert version_before(chosen, [1, 2, 3, 4], [1]) == 4
+    assert roll_back(chosen, 4, [1, 2, 3, 4]).promoted == 4
 
 
 def test_a_version_that_is_not_served_is_rejected_before_its_turn(numbers, watched):
