@@ -2,13 +2,14 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
+from anabranch.core.users_code import in_one_line
 from anabranch.ingest.events.schema import Schema
 from anabranch.replay.embedding_index.client import NeighbourClient
 from anabranch.replay.embedding_index.embedding_tracker import CLUSTERS, EmbeddingTracker
@@ -23,7 +24,7 @@ from anabranch.replay.store import MAX_INSERTED, Policies, Store
 from anabranch.replay.tiers.cached_hierarchy import CachedHierarchy
 from anabranch.replay.tiers.hierarchy import TierHierarchy
 from anabranch.replay.tiers.memory import MemoryTier
-from anabranch.replay.tiers.registry import kind_with, kinds_of
+from anabranch.replay.tiers.registry import TIERS, kind_with, kinds_of
 from anabranch.replay.tiers.tier import SlowTier, TierContext, TierFactory
 
 _EVENTS_A_CLUSTER = 64
@@ -86,9 +87,13 @@ def build_store(
         memory = _memory(settings, layout.row_bytes, count, device)
         opened.callback(memory.close)
         owner = kind_with(contents, kinds.values())
-        for kind in kinds.values():
-            kind.connect(opened, needed=kind is owner or kind in [*chain.values()][-1:])
-        source = _existing(owner, contents) if owner is not None and contents is not None else None
+        for key, kind in kinds.items():
+            with _one_sentence(key):
+                kind.connect(opened, needed=kind is owner or kind in [*chain.values()][-1:])
+        source = None
+        if owner is not None and contents is not None:
+            with _one_sentence(next(key for key, kind in kinds.items() if kind is owner)):
+                source = _existing(owner, contents)
         slow = _slow(chain, source, count)
         if source is not None and slow and slow[-1].file == source.file:
             source = None
@@ -98,7 +103,9 @@ def build_store(
         store = _store(settings, schema, layout, tiers, k, seed, dim, step, complete=complete)
         opened.pop_all()
         opened.callback(store.close)
-        store.cleanup_actions = [discard for kind in kinds.values() for discard in kind.cleanup_actions(first=first)]
+        for key, kind in kinds.items():
+            with _one_sentence(key):
+                store.cleanup_actions += kind.cleanup_actions(first=first)
         if contents is not None:
             _restore(store, contents, source)
         opened.pop_all()
@@ -177,7 +184,9 @@ def _size(settings: ReplaySettings, chain: Mapping[str, TierFactory], row_bytes:
         k = _max_events(settings.capacity, slots, row_bytes, setting, step)
         return k, k + _spare(k, step)
     name, primary = [*chain.items()][-1]
-    slots, setting = primary.slots, f"{name}.bytes = {settings.slower[name].bytes:d}"
+    with _one_sentence(name):
+        slots = primary.slots
+    setting = f"{name}.bytes = {settings.slower[name].bytes:d}"
     k = _max_events(settings.capacity, slots, row_bytes, setting, step)
     return k, min(slots, k + _spare(k, step) + _ROOMY)
 
@@ -186,14 +195,33 @@ def _slow(chain: Mapping[str, TierFactory], source: SlowTier | None, count: int)
     """Open the slower tiers: a primary tier of `count` slots, which may be `source`, below its caches."""
     if not chain:
         return []
-    *caches, last = chain.values()
-    primary = last.open_primary(count, source)
+    *caches, (last, kind) = chain.items()
+    with _one_sentence(last):
+        primary = kind.open_primary(count, source)
     if primary.file is None:
-        raise SettingsError(f"replay.{[*chain][-1]}: its primary tier has no file, by which checkpoints name it")
-    tiers = [*(kind.cache(min(count, kind.slots), primary) for kind in caches), primary]
+        raise SettingsError(f"replay.{last}: its primary tier has no file, by which checkpoints name it")
+    tiers = list[SlowTier]()
+    for key, kind in caches:
+        with _one_sentence(key):
+            tiers.append(kind.cache(min(count, kind.slots), primary))
+    tiers.append(primary)
     for key, tier in zip(chain, tiers, strict=True):
         tier.name = key.removeprefix("tiers.")
     return tiers
+
+
+@contextlib.contextmanager
+def _one_sentence(key: str) -> Iterator[None]:
+    """Raise an exception of a tier of the user as a DependencyError, if it is an OSError, or as a SettingsError."""
+    try:
+        yield
+    except AnabranchError:
+        raise
+    except Exception as exc:
+        if key in TIERS:
+            raise
+        kind = DependencyError if isinstance(exc, OSError) else SettingsError
+        raise kind(f"replay.{key} cannot be opened: {in_one_line(exc)}") from exc
 
 
 def _existing(owner: TierFactory, contents: StoreSnapshot) -> SlowTier | None:

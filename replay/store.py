@@ -108,7 +108,7 @@ class Store:
         """Events that should be held but are not: no slot could be written, or the payload could not be read."""
         self._logged, self._log_at = 0, 0.0
         self._first_checkpoint: int | None = None
-        self.cleanup_actions: Sequence[Callable[[], None]] = ()
+        self.cleanup_actions: list[Callable[[], None]] = []
         """Remove rows that only checkpoints of earlier processes name; run once none of those is left."""
         self._pending = PendingEvents()
         self.pending_limit = pending_limit(layout.row_bytes)
@@ -254,7 +254,7 @@ class Store:
         if oldest is None or (self._first_checkpoint is not None and oldest >= self._first_checkpoint):
             for clean_up in self.cleanup_actions:
                 clean_up()
-            self.cleanup_actions = ()
+            self.cleanup_actions = []
 
     def restore(self, contents: StoreSnapshot, source: Tier | None = None) -> None:
         """Replace the held events and plans by those of a checkpoint.

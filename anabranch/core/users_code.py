@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
@@ -23,6 +23,9 @@ FOLDER = "folder"
 """The key of a validation context that has the config's folder."""
 _LONGEST = 500
 """Characters of an error that are repeated: some of torch have thousands."""
+
+
+Kind = TypeVar("Kind")
 
 
 class UsersCodeError(SettingsError, ValueError):
@@ -107,6 +110,20 @@ class NamedClass:
         if not issubclass(found, base):
             raise UsersCodeError(f"{reference} does not extend {self.base.replace(':', '.')}")
         return found
+
+    def kind_of(self, name: str, kinds: Mapping[str, Kind]) -> Kind:
+        """Return what a class is: the entry of ours in a catalog, or the attribute `kind` of an imported one.
+
+        Raises:
+            UsersCodeError: there is no such class, or its `kind` is not of the catalog's type.
+        """
+        if name in kinds:
+            return kinds[name]
+        kind, expected = self.find(name).kind, type(next(iter(kinds.values())))
+        if not isinstance(kind, expected):
+            is_not = f"is a {type(kind).__name__}, not a {expected.__name__}"
+            raise UsersCodeError(f'{self.key} = "{name}": its attribute kind {is_not}')
+        return kind
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Validate that there is such a class."""

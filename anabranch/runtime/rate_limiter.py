@@ -1,5 +1,6 @@
 """A rate, held smoothly."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -33,3 +34,26 @@ class Pacer:
         if due - now >= _SMALLEST_WAIT_SECONDS:
             self._wait(due - now)
         self._due = due + self._interval
+
+
+class PacedThread:
+    """A daemon thread whose work goes at a rate, until it is stopped; a subclass has the work, as `_run`."""
+
+    def __init__(self, name: str, rate: float | None) -> None:
+        self._stop = threading.Event()
+        self._pacer = Pacer(rate, wait=self._stop.wait)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin the work."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread finish what it is at, and wait for its end."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Do the work; paces itself by `_pacer`, and ends once `_stop` is set."""
+        raise NotImplementedError

@@ -15,7 +15,8 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.protobuf_schema.descriptors import message_type
 from anabranch.ingest.schema_registry.cache import WriterSchemas
 from anabranch.ingest.schema_registry.writer_schema import SchemaKind, WriterSchema
-from anabranch.ingest.settings.registry import REGISTRY_FORMATS, RegistrySettings
+from anabranch.ingest.settings.formats import REGISTRY_FORMATS
+from anabranch.ingest.settings.registry import RegistrySettings
 from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 from anabranch.ingest.worker.block_builder import BlockBuilder
 

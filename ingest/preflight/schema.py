@@ -24,21 +24,10 @@ from anabranch.ingest.events.tokenizer import TokenizerEncoder
 from anabranch.ingest.formats.avro_records.aliases import aliases_in
 from anabranch.ingest.formats.registry import make_decoder, make_format
 from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
-from anabranch.ingest.settings.registry import REGISTRY_FORMATS
 from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
 
 if TYPE_CHECKING:
     from anabranch.ingest.schema_registry.client import RegistryClient
-
-_EXTRAS = (
-    ("client", "confluent", "confluent_kafka", "fast"),
-    ("format", "arrow", "pyarrow", "arrow"),
-    *(("format", name, "requests", "registry") for name in REGISTRY_FORMATS),
-    ("format", "avro", "fastavro", "registry"),
-    ("format", "protobuf", "google.protobuf", "registry"),
-    ("format", "json-schema", "jsonschema_rs", "registry"),
-)
-"""A key of `[stream]` and its value, the module that it needs, and the extra that brings it."""
 
 
 class _ModelConfig(msgspec.Struct):
@@ -52,9 +41,10 @@ def check_install(stream: StreamSettings) -> Iterator[Finding]:
     if not can_import("crc32c"):
         message = "crc32c cannot be imported: without it Kafka is read 9 times slower."
         yield warning("install.crc32c", message, "Install it: pip install crc32c.")
-    for key, value, module, extra in _EXTRAS:
-        if getattr(stream, key) == value:
-            yield from check_import(f'stream.{key} = "{value}"', module, extra)
+    if stream.client == "confluent":
+        yield from check_import('stream.client = "confluent"', "confluent_kafka", "fast")
+    for module, extra in stream.format_kind.needs.items():
+        yield from check_import(f'stream.format = "{stream.format}"', module, extra)
     if stream.backfill is not None:
         yield from check_import("[stream.backfill]", "pyarrow", "arrow")
         if any("://" in pattern and not pattern.startswith("file://") for pattern in stream.backfill.files):

@@ -10,9 +10,6 @@ from pydantic import AfterValidator, Field, SecretStr, model_validator
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import BearerToken, Section
 
-REGISTRY_FORMATS = ("avro", "protobuf", "json-schema")
-"""Values of `stream.format` whose messages name a schema of the registry."""
-
 
 def _url(value: str) -> str:
     parts = urlsplit(value)

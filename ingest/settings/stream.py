@@ -17,10 +17,10 @@ from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import Section
 from anabranch.ingest.settings.backfill import BackfillSettings
 from anabranch.ingest.settings.features import CrossSettings, FeatureSettings, LearnedVocabulary, Number, check_bounds
-from anabranch.ingest.settings.formats import FORMAT, FormatKind, kind_of
+from anabranch.ingest.settings.formats import FORMAT, FORMATS, REGISTRY_FORMATS, FormatKind
 from anabranch.ingest.settings.kafka_properties import check, check_name
 from anabranch.ingest.settings.labels import LabelStreamSettings, Name, TopicName
-from anabranch.ingest.settings.registry import REGISTRY_FORMATS, RegistrySettings
+from anabranch.ingest.settings.registry import RegistrySettings
 
 
 def _start(value: object) -> object:
@@ -132,7 +132,7 @@ class StreamSettings(Section):
     @property
     def format_kind(self) -> FormatKind:
         """What the format is."""
-        return kind_of(self.format)
+        return FORMAT.kind_of(self.format, FORMATS)
 
     @property
     def label_topics(self) -> tuple[str, ...]:

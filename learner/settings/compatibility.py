@@ -13,7 +13,7 @@ from typing import Any
 from anabranch.learner.settings.learner import LearnerSettings, MeshSettings, optimizer_needs_whole
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.settings.pipeline import PipelineSettings
-from anabranch.learner.settings.strategies import kind_of
+from anabranch.learner.settings.strategies import KINDS, STRATEGY
 from anabranch.replay.settings import INDEXED, admission_compares, sampling_compares
 
 Point = Mapping[str, Any]
@@ -73,7 +73,7 @@ class _Names:
 
 def _strategies(fact: str) -> Selected:
     """Return the choice of the strategies of whose kind a fact is true."""
-    return Selected("learner.strategy", _Names(lambda name: getattr(kind_of(name), fact)), 'take "er"')
+    return Selected("learner.strategy", _Names(lambda name: getattr(STRATEGY.kind_of(name, KINDS), fact)), 'take "er"')
 
 
 _ANY, _ON, _MANY, _SET, _NONE = Except(), Except(False, []), Except(1), Except("none"), 'write "none"'

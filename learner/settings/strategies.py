@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from anabranch.core.users_code import NamedClass, UsersCodeError
+from anabranch.core.users_code import NamedClass
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,6 @@ STRATEGY = NamedClass(
 )
 
 
-def kind_of(name: str) -> StrategyKind:
-    """Return what a strategy is: one of the catalog, or a class that is imported for it.
-
-    Raises:
-        UsersCodeError: there is no such class.
-    """
-    if name in KINDS:
-        return KINDS[name]
-    kind = STRATEGY.find(name).kind
-    if not isinstance(kind, StrategyKind):
-        raise UsersCodeError(
-            f'learner.strategy = "{name}": its attribute kind is a {type(kind).__name__}, not a StrategyKind'
-        )
-    return kind
-
-
 class StrategySettings(BaseModel):
     """A strategy by its name, or a table of the name and its arguments, such as `{name = "der++", alpha = 0.1, beta =
     0.5}`."""
@@ -98,4 +82,4 @@ class StrategySettings(BaseModel):
     @property
     def kind(self) -> StrategyKind:
         """What the strategy is."""
-        return kind_of(self.name)
+        return STRATEGY.kind_of(self.name, KINDS)

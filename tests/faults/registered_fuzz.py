@@ -27,7 +27,8 @@ from anabranch.ingest.formats.base import Decoded, Format
 from anabranch.ingest.formats.registry import make_format
 from anabranch.ingest.schema_registry.cache import WriterSchemas
 from anabranch.ingest.schema_registry.client import RegistryClient
-from anabranch.ingest.settings.registry import REGISTRY_FORMATS, RegistrySettings
+from anabranch.ingest.settings.formats import REGISTRY_FORMATS
+from anabranch.ingest.settings.registry import RegistrySettings
 from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
 from tests.faults.fuzz import SETTINGS, TEXT, Fuzzed, event, through_kafka
 from tests.faults.registered_codecs import CODECS, flat

@@ -3,22 +3,26 @@
 import http.client
 import json
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from typing_extensions import override
+
 from anabranch.commands.demo.dataset import Digits, rounded
 from anabranch.learner.state_dir.trained_through import parse_trained_through
-from anabranch.runtime.rate_limiter import Pacer
+from anabranch.runtime.rate_limiter import PacedThread
 
 _TIMEOUT_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _IDLE_SECONDS = 2.0
 
 
-class LoadGenerator:
-    """One thread with one connection that is kept alive. Its figures may be read at any time."""
+class LoadGenerator(PacedThread):
+    """One thread with one connection that is kept alive; finishes the request on its way when it is stopped.
+
+    Requests count from the first moment at which serving is ready. Its figures may be read at any time.
+    """
 
     def __init__(self, host: str, port: int, model: str, digits: Digits, rate: float, seed: int) -> None:
         self._address = (host, port)
@@ -26,9 +30,7 @@ class LoadGenerator:
         self._bodies = [request_body(pixels) for pixels in digits.request_pixels]
         self._labels = digits.request_labels.tolist()
         self._random = random.Random(seed)  # noqa: S311 which digit is asked for is no secret
-        self._stop = threading.Event()
-        self._pacer = Pacer(rate, wait=self._stop.wait)
-        self._thread = threading.Thread(target=self._run, name="load-generator", daemon=True)
+        super().__init__("load-generator", rate)
         self.classes_seen = 1
         """Only digits below it are requested; set by the demo, which follows the stream."""
         self.requests = 0
@@ -36,16 +38,7 @@ class LoadGenerator:
         self.last_failure: str | None = None
         self.trained_through: dict[str, int] = {}
 
-    def start(self) -> None:
-        """Start to send requests; they count from the first moment at which serving is ready."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Finish the request that is on its way, and end."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
+    @override
     def _run(self) -> None:
         while not self._stop.is_set() and not answers(*self._address, "/v2/health/ready"):
             self._stop.wait(_POLL_SECONDS)

@@ -1,27 +1,26 @@
 """Sends the demo's stream in a thread, with the producer and the pace of `anabranch produce`."""
 
-import threading
 from datetime import timedelta
+
+from typing_extensions import override
 
 from anabranch.commands.demo.dataset import Digits, messages
 from anabranch.core.errors import AnabranchError
 from anabranch.ingest.kafka.producer import EventProducer
 from anabranch.ingest.settings.stream import StreamSettings
-from anabranch.runtime.rate_limiter import Pacer
+from anabranch.runtime.rate_limiter import PacedThread
 
 _STOP_PATIENCE = timedelta(seconds=5)
 
 
-class StreamProducer:
-    """One thread. Its figures may be read at any time."""
+class StreamProducer(PacedThread):
+    """Connects and sends; finishes the messages in flight when it is stopped. Its figures may be read at any time."""
 
     def __init__(self, settings: StreamSettings, digits: Digits, events: int | None, rate: float, seed: int) -> None:
         """Take the stream of `messages`, and the events a second."""
         self._producer = EventProducer(settings, settings.topics[0])
         self._messages = messages(digits, seed, events)
-        self._stop = threading.Event()
-        self._pacer = Pacer(rate, wait=self._stop.wait)
-        self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
+        super().__init__("producer", rate)
         self.sent = 0
         self.phase = 0
         """The class that the stream is at."""
@@ -33,16 +32,7 @@ class StreamProducer:
         self.last_offsets: dict[str, int] | None = None
         """By `topic:partition`, once everything is sent and acknowledged."""
 
-    def start(self) -> None:
-        """Connect, and begin to send."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Let it finish the messages in flight, and end."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
+    @override
     def _run(self) -> None:
         try:
             self._producer.open()

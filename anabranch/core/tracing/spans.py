@@ -43,7 +43,7 @@ def left_out_counter(registry: CollectorRegistry) -> Counter:
     """Return the metric of what tracing left out."""
     return Counter(
         "anabranch_tracing_left_out",
-        "Spans left out: queue (full), export (failed).",
+        "Spans left out: queue (full), export (failed), setup (raised).",
         ["reason"],
         registry=registry,
     )
@@ -76,7 +76,7 @@ def tracing(
             f'[tracing] needs OpenTelemetry ({exc}): pip install "anabranch[otel]", or take the section out'
         ) from exc
     with open_provider(settings, part, folder, left_out) as tracer:
-        _tracers.append(Tracer(tracer, settings.sample))
+        _tracers.append(Tracer(tracer, settings.sample, left_out))
         try:
             yield
         finally:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -289,6 +290,45 @@ def test_setup_is_the_users(tmp_path, monkeypatch):
         ):
             pass
     assert spans.current_tracer() is None
+
+
+RAISING = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+
+class Raising(SpanProcessor):
+    def {method}(self, *_, **__):
+        raise OSError("away")
+
+def set_up(part):
+    provider = TracerProvider()
+    provider.add_span_processor(Raising())
+    trace.get_tracer = provider.get_tracer
+"""
+
+
+@pytest.mark.parametrize("method", ["on_start", "on_end"])
+def test_a_processor_of_the_user_that_raises_costs_its_spans_alone(tmp_path, monkeypatch, left_out, method, caplog):
+    name = f"anabranch_test_raising_{method}"
+    (tmp_path / f"{name}.py").write_text(RAISING.format(method=method))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(trace, "get_tracer", trace.get_tracer)
+    settings, done = TracingSettings(setup=f"{name}:set_up"), []
+    with spans.tracing(settings, "serving", tmp_path, lambda why, n: left_out.update({why: n})):
+        tracer = spans.current_tracer()
+        assert tracer is not None
+        request = traced(tracer)
+        with tracer.batch("b", [request], {}):
+            done.append("batch")
+        request.end({}, failed=False)
+        with tracer.step("s", [SAMPLED], dict), spans.span("inner"):
+            done.append("step")
+        spans.record("swap", 0.1)
+        with pytest.raises(KeyError), spans.span("failing"):
+            raise KeyError("its own")
+    assert done == ["batch", "step"]
+    assert left_out == {"setup": 6}
+    assert caplog.text.count("OSError: away") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.replay.build import build_store, check_policies
@@ -199,6 +199,19 @@ def test_a_factory_that_cannot_be_where_it_is_set_is_one_sentence(build, monkeyp
     monkeypatch.delattr(ShelfFactory, method)
     sentence = {"open_primary": "stores nothing for a restart", "cache": "is no cache"}[method]
     with pytest.raises(SettingsError, match=sentence):
+        build({**ON_SHELF, **({"disk": {"bytes": "200kB"}} if method == "cache" else {})})
+
+
+@pytest.mark.parametrize(("error", "kind"), [(KeyError("shelf"), SettingsError), (OSError("away"), DependencyError)])
+@pytest.mark.parametrize("method", ["connect", "open_primary", "cache", "cleanup_actions"])
+def test_what_a_tier_of_the_user_raises_when_it_is_opened_is_one_sentence(build, monkeypatch, method, error, kind):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ShelfFactory, method, fail)
+    with pytest.raises(
+        kind, match=r"replay\.tiers\.shelf cannot be opened: \w+Error: .*(shelf|away).* \(.*, line \d+\)"
+    ):
         build({**ON_SHELF, **({"disk": {"bytes": "200kB"}} if method == "cache" else {})})
 
 
