@@ -10,12 +10,15 @@
     tracing  the MLP with 1 % of the steps traced, over the MLP without tracing: one learner, switched between turns
     ranks    new events a second of two ranks on a topic of eight partitions, of which half have nine times as many
              events: over equal partitions, and those over one rank; left out of the quick form
+    narrow   new events a second, of 16 float32 and a label, through ingest into a model too small to matter, and those
+             of a second of CPU time; left out of the quick form
+    lock     how late a thread wakes up in the learner's process, while others publish, score and make checkpoints
     overhead a model too small to matter, on events from memory: CPU time of the loop's thread that a plain loop in the
              same thread does not take, of steps with 64 and with 512 new events
 
-In all parts but the last the learner reads a live topic of packed rows, replays one old event for each new one,
+In the first six parts the learner reads a live topic of packed rows, replays one old event for each new one,
 publishes every second and checkpoints every 30 seconds. The baseline loop trains the same model with the same
-optimizer, on as many new and old rows a step. In the last part the plain loop takes its turns within the learner's
+optimizer, on as many new and old rows a step. In `overhead` the plain loop takes its turns within the learner's
 process, between two blocks of events.
 
 Both have one thread of torch on the same core, and run in turns. During a turn of the baseline loop a signal stops the
@@ -48,10 +51,12 @@ import numpy as np
 from anabranch.ingest.reader.reader import BlockReader
 from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 from anabranch.learner.status.report import LearnerReport
+from benchmarks.harness import narrow as narrow_events
 from benchmarks.harness.baseline_loop import BaselineLoop, Loop
 from benchmarks.harness.cores import split
 from benchmarks.harness.event_feed import EventFeed
 from benchmarks.harness.interleave import Spread, interleave, ratio
+from benchmarks.harness.lock_probe import late_wakeups
 from benchmarks.harness.overhead import measure
 from benchmarks.harness.pipeline import (
     LearnerProcess,
@@ -131,6 +136,9 @@ TARGETS = {
     "overhead_512_seconds": Target(150e-6),
     "tiny_64_over_plain": Target(0.9, least=True),
     "tiny_512_over_plain": Target(0.9, least=True),
+    "narrow_events_per_second": Target(400_000, least=True),
+    "wakeup_p99_seconds": Target(1e-3),
+    "wakeup_worst_seconds": Target(5e-3),
 }
 OPTIMIZER = {"name": "adamw", "lr": 1e-3}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
@@ -145,7 +153,7 @@ _TRACED_SECONDS, _TRACED_TURNS = 0.5, 8
 @dataclass(frozen=True)
 class Sizes:
     """Seconds of a turn, seconds of warm-up before it, rounds; events of the store; events and rounds of `ranks`;
-    events of a turn, and rounds, of `overhead`."""
+    events of a turn, and rounds, of `overhead`; events and rounds of `narrow`; seconds and rounds of `lock`."""
 
     turn: float
     warm_up: float
@@ -153,9 +161,15 @@ class Sizes:
     stored: int = 10_000
     ranks: tuple[int, int] = (60_000, 7)
     overhead: tuple[int, int] = (65_536, 12)
+    narrow: tuple[int, int] = (8_000_000, 5)
+    lock: tuple[float, int] = (12.0, 1)
 
 
-SIZES = Sizes(0.6, 0.1, 1, 1_000, (1_600, 1), (8_192, 1)), Sizes(1.5, 0.5, 3), Sizes(8.0, 2.0, 8)
+SIZES = (
+    Sizes(0.6, 0.1, 1, 1_000, (1_600, 1), (8_192, 1), (200_000, 1), (1.0, 1)),
+    Sizes(1.5, 0.5, 3),
+    Sizes(8.0, 2.0, 8, lock=(60.0, 3)),
+)
 """Of each form."""
 CORE, OTHERS = split()
 
@@ -392,6 +406,35 @@ def overhead(results: Results, sizes: Sizes, _bootstrap: str) -> None:
         results.add(f"tiny_{batch}_plain_seconds", Spread.of(turns.plain))
 
 
+def narrow(results: Results, sizes: Sizes, bootstrap: str) -> None:
+    """Measure narrow events, of which a whole topic waits."""
+    events, rounds = sizes.narrow
+    batch = narrow_events.BATCH
+    results.title(f"narrow: {events:,} events of 16 float32, {batch} new and {batch} old ones a step, rows")
+    stream = narrow_events.fill(bootstrap, events)
+    found = [narrow_events.rates(stream, OPTIMIZER, CORE, OTHERS) for _ in range(rounds)]
+    results.add("narrow_events_per_second", Spread.of([each.wall for each in found]))
+    for name in ("loop", "threads", "ingest"):
+        each_round = Spread.of([getattr(each, name) for each in found])
+        results.add(f"narrow_events_per_second_of_{name}", each_round, "of its CPU time")
+
+
+def lock(results: Results, sizes: Sizes, _bootstrap: str) -> None:
+    """Measure how late a thread of the learner's process wakes up."""
+    seconds, rounds = sizes.lock
+    results.title("lock: the MLP, a version each second, a checkpoint each 5 s; how late a probe's wake-ups are")
+    found = [late_wakeups(seconds) for _ in range(rounds)]
+    during = [np.concatenate([late for name, late in each.items() if name != "loop"]) for each in found]
+    arms = {"wakeup": during}
+    for name in ("publish", "score", "checkpoint", "loop"):
+        if all(name in each for each in found):
+            arms[f"wakeup_{name}"] = [each[name] for each in found]
+    for key, late in arms.items():
+        remark = "without any of it" if key == "wakeup_loop" else ""
+        results.add(f"{key}_p99_seconds", Spread.of([float(np.percentile(each, 99)) for each in late]), remark)
+        results.add(f"{key}_worst_seconds", Spread.of([float(each.max()) for each in late]), remark)
+
+
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
     """Allow all cores to processes that are started in the block."""
@@ -412,9 +455,11 @@ PARTS: dict[str, Callable[[Results, Sizes, str], None]] = {
     "formats": formats,
     "tracing": tracing,
     "ranks": ranks,
+    "narrow": narrow,
+    "lock": lock,
     "overhead": overhead,
 }
-_QUICK_PARTS = ["mlp", "convnet", "tracing", "overhead"]
+_QUICK_PARTS = ["mlp", "convnet", "tracing", "lock", "overhead"]
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,6 +114,7 @@ _AWAY = (
     "its disk answers, or move the folder of a checkpoint away that it has lost"
 )
 
+_SWITCH_SECONDS = 0.0005
 _FINISHING_SHARE = 0.8
 
 ALWAYS: Sequence[str] = ()
@@ -597,6 +599,7 @@ def learn(
         GapError: the stream has a gap that the config does not allow.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(switching_often())
         learner = Assembly(spec, stop, assignment, stack)
         if not learner.build(source):
             return
@@ -615,6 +618,20 @@ def learn(
             raise
         _finish(learner)
         log.info("stopped after %d steps, version %s", loop.state.steps, learner.parts.publisher.number)
+
+
+@contextlib.contextmanager
+def switching_often() -> Iterator[None]:
+    """Let no thread keep the interpreter's lock for more than half a millisecond while another waits for it.
+
+    The thread of the steps waits for it after each operation of torch: Python's own 5 ms are longer than many a step.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def between_steps(loop: TrainingLoop, while_waiting: Sequence[Task]) -> tuple[Task, ...]:
@@ -742,6 +759,7 @@ def follow_leader(deployment: PipelineSettings, stop: threading.Event, assignmen
     prepare_cuda(deployment.learner.device, settings)
     with (
         hard_stop_after(stop, deployment.learner.stop_timeout),
+        switching_often(),
         join_group(assignment, deployment.learner) as device,
         using_device(settings, device),
         without_denormals(device),

@@ -23,7 +23,7 @@ PARTS = {
     "fresh_host": ["file", "s3"],
     "ingest": ["decode", "poll"],
     "late_labels": ["rate", "memory", "freshness", "early"],
-    "learner": ["mlp", "large", "convnet", "formats", "tracing", "ranks", "overhead"],
+    "learner": ["mlp", "large", "convnet", "formats", "tracing", "ranks", "narrow", "lock", "overhead"],
     "mirror": ["s3", "folder"],
     "replay": ["hot", "cold", "growth", "add", "memory", "index"],
     "replay_disk": ["large", "disk", "cold"],

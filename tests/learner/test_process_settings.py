@@ -1,5 +1,7 @@
-"""Numbers too small for the processor's fast path: what an optimizer keeps fades into them, and a learner has none."""
+"""What a learner sets for its whole process: numbers too small for the processor's fast path, into which what an
+optimizer keeps fades, are 0, and threads hand over the interpreter's lock sooner than by themselves."""
 
+import sys
 import threading
 
 import pytest
@@ -17,9 +19,10 @@ from tests.pipelines import write_pipeline
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="torch cannot flush on this processor")
 CPU = torch.device("cpu")
 MODEL = """
-import torch
+import sys, torch
 def build():
-    raise ValueError(f"a tenth of the least is {float(torch.tensor(1e-38) * 0.1)}")
+    least = float(torch.tensor(1e-38) * 0.1)
+    raise ValueError(f"a tenth of the least is {least}, a thread keeps the lock for {sys.getswitchinterval():g} s")
 """
 
 
@@ -42,8 +45,10 @@ def test_moments_of_weights_without_a_gradient_become_denormal_unless_those_are_
     assert denormals() == 100
 
 
-def test_a_learner_flushes_them(tmp_path):
+def test_a_learner_flushes_them_and_hands_over_the_lock_within_a_millisecond_until_it_ends(tmp_path):
+    before = sys.getswitchinterval()
     config = load_config(write_pipeline(tmp_path, "127.0.0.1:1", "events", "", model=MODEL, status="127.0.0.1:0"))
-    with pytest.raises(SettingsError, match=r"a tenth of the least is 0\.0"):
+    with pytest.raises(SettingsError, match=r"a tenth of the least is 0\.0, a thread keeps the lock for 0\.0005 s"):
         learn(config.pipeline, threading.Event())
     assert float(torch.tensor(1e-38) * 0.1) > 0
+    assert sys.getswitchinterval() == before
