@@ -33,51 +33,59 @@ class Extension:
 
     part: CheckpointPart | None = None
     """What checkpoints have of it besides `state`: events, tensors and rows, which are packed in the background."""
-    most_late: int | None = None
-    """Waiting events and labels at which a batch of the stream ends; None: it takes none."""
 
     def attach(self, ledger: Ledger) -> None:
         """Take the ledger of the loop; called once, before anything is restored."""
 
-    # The events of a step.
+    # The events of a round.
 
     def source(self, source: BlockSource) -> BlockSource:
         """Return what the blocks of the stream are read from; called once."""
         return source
 
+    def most_late(self, steps: int) -> int:
+        """Return how many waiting events and labels a batch of the stream has for a round of some steps, at most.
+
+        One extension at most overrides this; without it, the stream has none.
+        """
+        raise NotImplementedError
+
     def foresee(self, columns: Mapping[str, Array]) -> None:
-        """Begin work on the new events of a batch, some steps before they are trained on."""
+        """Begin work on the new events of a round, some rounds before they are trained on."""
 
-    def next(self, source: BlockReader, stop: threading.Event, of_stream: NextBatch) -> Batch | None:
-        """Return the batch of the next step, from the extension or `of_stream(stop)`; None when there is none for now.
+    def next(self, source: BlockReader, stop: threading.Event, of_stream: NextBatch, steps: int) -> Batch | None:
+        """Return the batch of the next round of `steps` steps at most, from the extension or `of_stream(stop)`.
 
-        One extension at most overrides this.
+        None when there is none for now. One extension at most overrides this.
         """
         return of_stream(stop)
 
     def put_back(self) -> None:
-        """Take back the batch that `next` has returned: its step was not taken, and nothing is settled."""
+        """Take back the batch that `next` has returned: no step of it was taken, and nothing is settled."""
 
     def take(self, batch: Batch, partitions: Sequence[Partition]) -> Batch:
         """Return the events of a round of steps, before it. A crash after it repeats the round."""
         return batch
 
-    def before_step(self, batch: Batch, partitions: Sequence[Partition]) -> Batch:
-        """Return the events of a step, once it has none that are erased; repeated where the device has no memory."""
+    def before_round(self, batch: Batch, partitions: Sequence[Partition]) -> Batch:
+        """Return the events of a round, once it has none that are erased; repeated where the device has no memory."""
         return batch
 
-    def scored(self, batch: Batch, result: StepResult) -> tuple[Scored, Array]:
-        """Return the scores of those events of a step whose label is known, from before the step, and their labels.
+    def scored(self, batch: Batch) -> tuple[Scored, Array] | None:
+        """Return the scores of those events of a round whose label is known, from before it, and these labels.
 
-        One extension at most overrides this, in place of `LearningStep`.
+        None: these are the scores of the steps' own predictions. One extension at most overrides this.
         """
-        raise NotImplementedError
+        return None
 
     def trained(self, batch: Batch, result: StepResult) -> None:
         """Learn of a step that was finite, before its outcomes are settled; `batch` may have its new events alone."""
 
-    def settle(self, batch: Batch, *, finite: bool) -> None:
-        """Learn that the outcomes of a batch are settled: from here on versions and checkpoints include it."""
+    def settle(self, batch: Batch) -> None:
+        """Learn that the outcomes of a batch are settled: from here on versions and checkpoints include it.
+
+        Events of a step that was not finite have left it, skipped.
+        """
 
     def progress(self, *, last: bool = False) -> object:
         """Return what differs between versions besides steps and positions; `last`: the learner ends with this one."""
@@ -86,7 +94,7 @@ class Extension:
     # Between two steps.
 
     def run_if_due(self) -> None:
-        """Do what is due; called after each step, and while the loop waits for the disk."""
+        """Do what is due; called after each round, and while the loop waits for the disk."""
 
     # Checkpoints, and what is erased.
 

@@ -11,7 +11,7 @@ from functools import partial
 from anabranch.core.shutdown import Deadline
 from anabranch.core.tracing.context import Attributes
 from anabranch.core.tracing.spans import NO_SPAN, current_tracer
-from anabranch.ingest.events.block import Outcome, SkipReason
+from anabranch.ingest.events.block import Outcome
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.learner.checkpoints.format import Checkpoint
@@ -26,9 +26,6 @@ from anabranch.learner.stream.ledger import Ledger
 from anabranch.learner.train.out_of_memory import MemoryRetry
 
 _COMMIT_SECONDS = 5.0
-
-_HOOKS_OF_STEPS = ("next", "foresee", "before_step", "scored", "put_back")
-"""Hooks of extensions that are called for each step, and need what the one before has changed."""
 
 Task = Callable[[], object]
 """Work between rounds; it checks itself whether it is due."""
@@ -81,7 +78,7 @@ class TrainingLoop:
         self._takes = overriding(parts.extensions, "take")
         self._trained = overriding(parts.extensions, "trained")
         self._settles = overriding(parts.extensions, "settle")
-        self._before_step = overriding(parts.extensions, "before_step")
+        self._before_round = overriding(parts.extensions, "before_round")
         self._put_back = overriding(parts.extensions, "put_back")
         self._step_size = settings.batch_size * ranks
         self._source = BatchSource(settings, parts, self._step_size, self.ledger)
@@ -111,15 +108,10 @@ class TrainingLoop:
         self.raised = self.raising_events.raised
         self._step.copied = self._source.copied
         self._step.measures_each = settings.deterministic
-        self._takes_rounds = not (
-            parts.monitor.needs_each_step
-            or settings.profile is not None
-            or any(overriding(parts.extensions, hook) for hook in _HOOKS_OF_STEPS)
-            or (settings.deterministic and parts.erasure.keyed)
-        )
-        """Whether a round may have several steps. Not where what comes between two steps changes the second."""
-        if self._takes_rounds:
-            self._step.size = self._step_size
+        varies = parts.monitor.adjusts or overriding(parts.extensions, "foresee")
+        self._takes_rounds = not (settings.deterministic and varies)
+        """Whether a round may have several steps. Not where bits would depend on how many: of what scores adjust, and
+        of a teacher, whose outputs depend on how many events it is asked about."""
         self._step.request_checkpoint = parts.checkpointer.request
         for scored in overriding(parts.extensions, "scored"):
             self._step.scored = scored
@@ -213,7 +205,7 @@ class TrainingLoop:
 
         1. Let extensions take it. Write the erasures that its tombstones ask for, which alone is durable, and drop
            erased events.
-        2. Let extensions prepare the step: late labels predict the events that begin to wait.
+        2. Let extensions prepare the round: late labels predict the events that begin to wait.
         3. Take the steps, as `LearningStep` says: for each replay, test, train; then measure and store all of them.
         4. Put held-out events into the holdout set.
         5. Settle outcomes and positions: from here on a version includes them in `trained_through`. Let extensions
@@ -224,8 +216,8 @@ class TrainingLoop:
         for take in self._takes:
             batch = take(batch, self._partitions)
         batch = self._parts.erasure.exclude(batch)
-        for before_step in self._before_step:
-            batch = self._step.memory(partial(before_step, batch, self._partitions))
+        for before_round in self._before_round:
+            batch = self._step.memory(partial(before_round, batch, self._partitions))
         taken = self._step.take(batch, names)
         if batch.held_out:
             self._parts.holdout.add(batch.held_out, names)
@@ -235,13 +227,10 @@ class TrainingLoop:
             for step in taken:
                 if step.finite is not None:
                     trained(step.batch, step.finite)
-        # Events of a step that was not finite have left the batch of several.
-        finite = len(taken) != 1 or taken[0].result is None or taken[0].result.finite
-        outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
         for span in batch.spans:
-            self.ledger.advance(span, outcome, reason)
+            self.ledger.advance(span, Outcome.TRAINED)  # what was skipped has left the batch
         for settle in self._settles:
-            settle(batch, finite=finite)
+            settle(batch)
 
     def _register_partitions(self) -> None:
         """Open an account for each partition that was added, and update the ends of all and the lag."""

@@ -138,14 +138,16 @@ class Erasure:
             return batch
         for span in batch.settled:
             _skip(span, self._covers(span.columns))
-        return replace(
+        batch = replace(
             batch,
-            new=self._without_erased(batch.new),
             stored_only=self._without_erased(batch.stored_only),
             held_out=self._without_erased(batch.held_out),
             waiting=self._without_erased(batch.waiting),
             labels=self._without_erased(batch.labels),
         )
+        if batch.new and (covered := self._covers(batch.new)).any():
+            batch.leave_out(covered)
+        return batch
 
     def _write_tombstones(self, tombstones: Iterable[ByKey]) -> None:
         records = {

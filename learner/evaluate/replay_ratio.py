@@ -23,23 +23,27 @@ class ScoreSum:
     rows: int
     score: float
 
+    def __add__(self, other: "ScoreSum") -> "ScoreSum":
+        return ScoreSum(self.rows + other.rows, self.score + other.score)
+
 
 class Ratio:
-    """The replay ratio of the next step, the same in every step.
+    """The replay ratio of the next round, the same in every one.
 
     A subclass may change it by observed scores alone, so that a restored checkpoint repeats it.
     """
 
     def __init__(self, ratio: float) -> None:
         self.now = ratio
-        """Old events per new one in the next step."""
+        """Old events per new one in the next round."""
 
     def probes(self, step: int) -> bool:  # noqa: ARG002 a hook
         """Return whether this step scores old events, without training on them, before it trains."""
         return False
 
-    def observe(self, new: ScoreSum, old: ScoreSum | None) -> None:
-        """Add the scores of a finished step, taken before training: of new events, and of old ones if it probed."""
+    def observe(self, new: ScoreSum, old: ScoreSum | None, steps: int = 1) -> None:
+        """Add the scores of a finished round of steps, each taken before its step: of new events, and of old ones if a
+        step probed."""
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
@@ -157,28 +161,29 @@ class AdaptiveReplayRatio(Ratio):
         return step % _PROBE_EVERY == 0  # in every phase alike, so that its measurements can be compared
 
     @override
-    def observe(self, new: ScoreSum, old: ScoreSum | None) -> None:
-        self._new.add(new, 1)
+    def observe(self, new: ScoreSum, old: ScoreSum | None, steps: int = 1) -> None:
+        self._new.add(new, steps)
         if old is not None:
-            self._old.add(old, _PROBE_EVERY)
+            self._old.add(old, max(_PROBE_EVERY, steps))
         if self._phase == "off":
-            self._wait()
+            self._wait(steps)
         elif self._phase == "trial":
-            self._try()
+            self._try(steps)
         else:
-            self._keep()
+            self._keep(steps)
 
-    def _wait(self) -> None:
-        self._bar = self._cost + (self._bar - self._cost) * 0.5 ** (1 / _DOUBT) if self._bar > self._cost else self._bar
-        self._over = self._over + 1 if self.forgetting > self._bar else 0
+    def _wait(self, steps: int) -> None:
+        excess = self._bar - self._cost
+        self._bar = self._cost + excess * 0.5 ** (steps / _DOUBT) if excess > 0 else self._bar
+        self._over = self._over + steps if self.forgetting > self._bar else 0
         if self._over > _SURE:
             self._phase, self._left, self._without, self.now = "trial", _TRIAL, self.forgetting, _FULL
             self._over = 0
 
-    def _try(self) -> None:
-        self._left -= 1
+    def _try(self, steps: int) -> None:
+        self._left -= steps
         self._without = max(self._without, self.forgetting)
-        if self._left:
+        if self._left > 0:
             return
         if self._without - self.forgetting >= self._cost:
             self._phase, self._with = "on", max(0.0, self.forgetting)
@@ -186,18 +191,18 @@ class AdaptiveReplayRatio(Ratio):
         else:
             self._stop(self._without + self._cost)
 
-    def _keep(self) -> None:
+    def _keep(self, steps: int) -> None:
         bounded, forgetting = self._bounded, self.forgetting
         error = math.hypot(self._new.error(bounded=bounded), self._old.error(bounded=bounded)) / self._unit
         self._with = max(0.0, min(self._with, forgetting + error))
         self._without = max(self._without, forgetting)
-        self._full_for = self._full_for + 1 if self.now > _NEARLY_FULL * self._highest else 0
-        if self._full_for == _FALL:
+        self._full_for = self._full_for + steps if self.now > _NEARLY_FULL * self._highest else 0
+        if self._full_for >= _FALL:
             self._with, self._full_for = forgetting, 0
         if forgetting - self._with > max(self._cost / 2, 2 * error):
-            self.now = min(self._highest, self.now + _FULL / _RISE)
+            self.now = min(self._highest, self.now + steps * _FULL / _RISE)
             return
-        self.now *= 0.5 ** (1 / _FALL)
+        self.now *= 0.5 ** (steps / _FALL)
         if self.now < _LEAST * _FULL:
             self._stop(self._cost)
 

@@ -1,8 +1,8 @@
-"""Measures the stream with each step: scores of new events, the simplest rule, drift, and how the learner responds.
+"""Measures the stream with each round: scores of new events, the simplest rule, drift, and how the learner responds.
 
 Test-then-train: each step's predictions are those of a model that has not seen the events (Gama et al. 2013, "On
 evaluating stream learning algorithms"). Drift is detected by the error on new events, and adjusts the learning rate and
-the replay ratio of the next step.
+the replay ratio of the next round.
 """
 
 import logging
@@ -223,16 +223,16 @@ class Drift:
         self.pending = False
         """Whether the newest one still waits for `respond`."""
         self.factors = (1.0, 1.0)
-        """Factors of learning rate and replay ratio in the next step; both 1 unless a drift was recent."""
+        """Factors of learning rate and replay ratio in the next round; both 1 unless a drift was recent."""
 
-    def add(self, step: int, scored: Scored) -> bool:
-        """Add the scores of a step's new events, and return whether they show a drift.
+    def add(self, step: int, scored: Scored, steps: int = 1) -> bool:
+        """Add the scores of the new events of a round of steps, and return whether they show a drift.
 
-        Called after each step, for which the factors fall: also of one without a scored event, or with a score that is
-        not finite, which are ignored.
+        Called after each round, for whose steps the factors fall: also of one without a scored event, or with a score
+        that is not finite, which are ignored.
         """
         if self._left:
-            self._set_left(self._left - 1)
+            self._set_left(max(0, self._left - steps))
         if not self.acts or not scored.rows or not math.isfinite(scored.score):
             return False
         error = scored.rows - scored.score if self._bounded else -scored.score
@@ -247,7 +247,7 @@ class Drift:
         return True
 
     def respond(self) -> None:
-        """Apply the actions of the config from the next step on."""
+        """Apply the actions of the config from the next round on."""
         self.pending = False
         self._set_left(self._settings.steps)
 
@@ -285,12 +285,12 @@ class Drift:
 
 @dataclass(frozen=True)
 class Adjustments:
-    """Settings of the next step.
+    """Settings of the next round of steps.
 
     Attributes:
         lr_factor: the config's learning rate is multiplied by it.
         replay_ratio: old events for each new one.
-        drifted: whether the step before showed a drift.
+        drifted: whether the round before showed a drift.
         checkpoint_first: whether a checkpoint is written before the learner responds to that drift.
     """
 
@@ -301,7 +301,7 @@ class Adjustments:
 
 
 class StreamMonitor:
-    """Prequential score, drift and replay ratio, which all follow from the scores of a step. Used by one thread."""
+    """Prequential score, drift and replay ratio, which all follow from the scores of a round. Used by one thread."""
 
     def __init__(self, settings: LearnerSettings, *, bounded: bool = True) -> None:
         """Start without measurements; `bounded`: scores are between 0 and 1, else they are negated errors."""
@@ -312,30 +312,31 @@ class StreamMonitor:
         self.ratio = make_ratio(settings, bounded=bounded)
         self.measures = settings.replay_ratio == "auto"
         """Whether the replay ratio follows from measurements, which some steps make."""
-        self.needs_each_step = self.measures or not {"mark"}.issuperset(settings.drift.actions)
-        """Whether the settings of a step depend on the scores of the one before."""
+        self.adjusts = self.measures or not {"mark"}.issuperset(settings.drift.actions)
+        """Whether the settings of a round depend on the scores of those before."""
         self.adjustments = self._adjustments()
-        """Settings of the next step."""
+        """Settings of the next round."""
         self._warned = False
 
-    def observe(self, step: int, new: Scored, old: ScoreSum | None) -> Adjustments:
-        """Return the settings of the next step.
+    def observe(self, step: int, new: Scored, old: ScoreSum | None, steps: int = 1) -> Adjustments:
+        """Return the settings of the next round.
 
         Args:
-            step: the number of the step that has ended.
+            step: the number of the last step of the round that has ended.
             new: scores of its new events before training; none where no label is known yet.
-            old: scores of the old events that it probed, if it did.
+            old: scores of the old events that its steps probed, if one did.
+            steps: how many it had.
         """
         if new.rows:
-            self._measure(step, new, old)
-        self.adjustments = self._adjustments(drifted=self.drift.add(step, new))
+            self._measure(step, new, old, steps)
+        self.adjustments = self._adjustments(drifted=self.drift.add(step, new, steps))
         return self.adjustments
 
-    def _measure(self, step: int, new: Scored, old: ScoreSum | None) -> None:
+    def _measure(self, step: int, new: Scored, old: ScoreSum | None, steps: int) -> None:
         self.prequential.add(new)
         if math.isfinite(new.score):
             if self.measures:
-                self.ratio.observe(ScoreSum(new.rows, new.score), old)
+                self.ratio.observe(ScoreSum(new.rows, new.score), old, steps)
         elif not self._warned:
             self._warned = True
             log.warning(
@@ -346,7 +347,7 @@ class StreamMonitor:
             )
 
     def respond(self) -> None:
-        """Respond to the last drift: from the next step on the settings are raised, as the config says."""
+        """Respond to the last drift: from the next round on the settings are raised, as the config says."""
         self.drift.respond()
         self.adjustments = self._adjustments()
 

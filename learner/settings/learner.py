@@ -93,7 +93,7 @@ class ProfileSettings(Section):
     """A window of steps to trace, once."""
 
     start: Annotated[int, Field(ge=0)]
-    """Number of steps before the window, over the life of the pipeline."""
+    """Number of steps before the window, over the life of the pipeline; it begins and ends between two rounds."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Number of steps to trace."""
 

@@ -1,9 +1,8 @@
-"""The batches of the steps: of the stream, or of an extension, such as events that have waited for their labels."""
+"""The batches of the rounds: of the stream, or of an extension, such as events that have waited for their labels."""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from anabranch.core.failures import out_of_memory
 from anabranch.ingest.events.block import Array
@@ -18,11 +17,11 @@ from anabranch.learner.stream.round_robin import RoundRobin
 from anabranch.learner.train.trainer import overlaps
 
 _FORESEEN = 4
-"""Batches on which others begin work before their step: an answer over the network takes longer than a step."""
+"""Batches on which others begin work before their round: an answer over the network takes longer than a round."""
 
 
 class BatchSource:
-    """Returns the batches of the steps. Used by the loop's thread.
+    """Returns the batches of the rounds. Used by the loop's thread.
 
     Where the host can work while the device computes, the next batch is taken early, and copied to the device. Where an
     extension begins work on new events, several are taken early, and copied at their step. A batch is only taken early
@@ -49,7 +48,7 @@ class BatchSource:
                 step_size,
                 settings.max_delay,
                 parts.lag,
-                most_late=next((each.most_late for each in parts.extensions if each.most_late), None),
+                most_late=next(iter(overriding(parts.extensions, "most_late")), None),
                 unlabelled=parts.unlabelled,
             )
         )
@@ -66,8 +65,8 @@ class BatchSource:
         if overlapping or self._foresee:
             of_stream, self.copied = self._next, self._copied_early
         self.next = of_stream
-        for of_extension in overriding(parts.extensions, "next"):
-            self.next = partial(of_extension, parts.source, of_stream=of_stream)
+        if hooks := overriding(parts.extensions, "next"):
+            self.next = lambda stop: hooks[0](parts.source, stop, of_stream, self.batches.round)
 
     def take_next(self) -> None:
         """Take batches and start work on them; called while the device computes a step, maybe several times."""

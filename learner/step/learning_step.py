@@ -6,12 +6,12 @@ a file.
 
 import logging
 import math
-import sys
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import TypeVar
 
 import numpy as np
@@ -47,8 +47,7 @@ class Taken:
     """A step that was taken.
 
     Attributes:
-        batch: its events, without those on which the model raised, and without any where the step was not finite and is
-            one of several of a round.
+        batch: its events, without those on which the model raised, and without any where the step was not finite.
         replay: the old events.
         result: None if the model raised on all new events, or there were none.
         seconds: how long it took.
@@ -283,12 +282,11 @@ class LearningStep:
         self.memory = memory
         self.copied: Callable[[Mapping[str, Array]], Examples] = trainer.examples
         """Returns the new events of a batch on the device."""
-        self.scored: Callable[[Batch, StepResult], tuple[Scored, Array]] = _scored
-        """Returns the scores of the events of a batch that have their label, from before the step, and these labels."""
+        self.scored: Callable[[Batch], tuple[Scored, Array] | None] = _by_own_predictions
+        """Returns the scores of the events of a batch that have their label, from before the round, and these labels;
+        None: they are those of the steps' own predictions."""
         self.request_checkpoint: Callable[[], object] | None = None
         """Requests the checkpoint that is written before the response to a drift; None: there are no checkpoints."""
-        self.size = sys.maxsize
-        """New events of a step; a batch with more is trained on in several."""
         self.measures_each = False
         """Whether each step is measured by itself, and not all of a round at once, so that a response to a drift comes
         after the same step however long rounds are."""
@@ -318,17 +316,20 @@ class LearningStep:
         if not batch.new:
             self.memory(partial(self._replay.add, self._state.steps, batch, NOTHING, None, names), undone=False)
             return ()
-        first, everything, steps = self._state.steps, batch.new, batch.steps(self.size)
-        copies = self._copies(batch, len(steps))
+        first, everything, steps = self._state.steps, batch.new, batch.steps()
+        copies = self._copies(batch, steps)
         taken = []
         for each in steps:
-            taken.append(self._take_step(each, next(copies), names, alone=len(steps) == 1))
+            taken.append(self._take_step(each, next(copies), names))
             if self.measures_each:
                 self._measure(each, taken[-1:])
-        batch.skip_of_steps(steps)
         self._count(taken)
         if any(each.result is not None for each in taken):
             self.values.observe(batch.new if len(taken) == 1 else without_raised(everything, steps), names)
+        for step in taken:
+            if step.result is not None and not step.result.finite:
+                step.batch.skip(np.ones(len(step.batch), np.bool_), SkipReason.NON_FINITE)
+        batch.skip_of_steps(steps)
         if not self.measures_each:
             self._measure(batch, taken)
         added = taken
@@ -338,21 +339,23 @@ class LearningStep:
             self.memory(partial(self._replay.add, number, step.batch, step.replay, step.result, names), undone=False)
         return taken
 
-    def _copies(self, batch: Batch, steps: int) -> Iterator[Examples | None]:
+    def _copies(self, batch: Batch, steps: Sequence[Batch]) -> Iterator[Examples | None]:
         """Yield the new events of each step on the device, copied at once; None where the step copies its own: where
         it is alone, and where the device has no memory for all."""
         everything: Examples | None = None
-        if steps > 1:
+        if len(steps) > 1:
             try:
                 everything = self.copied(batch.new)
             except RuntimeError as exc:
                 if not out_of_memory(exc):
                     raise
-        for step in range(steps):
-            yield None if everything is None else everything[step * self.size : (step + 1) * self.size]
+        begin = 0
+        for step in steps:
+            end = begin + len(step)  # before the step, in which events leave it
+            yield None if everything is None else everything[begin:end]
+            begin = end
 
-    def _take_step(self, batch: Batch, copy: Examples | None, names: Sequence[TopicPartition], *, alone: bool) -> Taken:
-        """Take one step; `alone`: the batch is that of the loop, which settles it whole where it was not finite."""
+    def _take_step(self, batch: Batch, copy: Examples | None, names: Sequence[TopicPartition]) -> Taken:
         begin, state = time.perf_counter(), self._state
         replay = self.memory(partial(self._replay.sample, state.steps, len(batch)))
         replay, result = self._train(batch, replay, copy)
@@ -361,8 +364,6 @@ class LearningStep:
             self._raised.steps_in_a_row += 1
         elif not result.finite:
             self.non_finite.add(state.steps, result.loss, batch.new, names)
-            if not alone:
-                batch.skip(np.ones(len(batch), np.bool_), SkipReason.NON_FINITE)
         else:
             self.non_finite.in_a_row = self._raised.steps_in_a_row = 0
             state.rows_new += result.rows
@@ -421,21 +422,19 @@ class LearningStep:
 
     def _measure(self, batch: Batch, taken: Sequence[Taken]) -> None:
         """Measure steps with the new events of a batch, those that were finite, and respond where they show a drift."""
-        finite = [(each, each.finite) for each in taken if each.finite is not None]
+        finite = [each for each in taken if each.finite is not None]
         if not finite:
             return
-        if len(finite) > 1 and not all(math.isfinite(result.score) for _, result in finite):
-            for each, _ in finite:  # a step whose score is not finite is left out alone
+        known, results = self.scored(batch), [each.finite for each in finite if each.finite is not None]
+        if known is None and len(finite) > 1 and not all(math.isfinite(result.score) for result in results):
+            for each in finite:  # a step whose score is not finite is left out alone
                 self._measure(each.batch, [each])
             return
-        (first, result), *others = finite
-        assert result is not None
-        scored, labels = self.scored(batch if others else first.batch, result)
-        for _, other in others:
-            assert other is not None
-            scored += Scored(0, other.score, other.loss_new)
+        scored, labels = known or _scored(batch, results)
         self._monitor.simplest.add(labels)
-        adjustments = self._monitor.observe(self._state.steps, scored, first.replay.probed)
+        probed = [each.replay.probed for each in finite if each.replay.probed is not None]
+        old = reduce(operator.add, probed) if probed else None
+        adjustments = self._monitor.observe(self._state.steps, scored, old, len(finite))
         if adjustments.drifted:
             self._metrics.drifts.inc()
             if adjustments.checkpoint_first and self.request_checkpoint is not None:
@@ -448,7 +447,11 @@ def _has_no_embedding(result: StepResult | None) -> bool:
     return result is None or result.embedding_N is None
 
 
-def _scored(batch: Batch, result: StepResult) -> tuple[Scored, Array]:
-    """Return the scores of the step's own predictions, of events with a label, and these labels."""
+def _by_own_predictions(_batch: Batch) -> None:
+    """Leave the scores of all events to the predictions of their steps."""
+
+
+def _scored(batch: Batch, finite: Sequence[StepResult]) -> tuple[Scored, Array]:
+    """Return the scores of the steps' own predictions, of events with a label, and these labels."""
     labels = batch.new["label"][batch.new["labelled"].astype(np.bool_)]
-    return Scored(len(labels), result.score, result.loss_new), labels
+    return Scored(len(labels), sum(each.score for each in finite), sum(each.loss_new for each in finite)), labels

@@ -21,6 +21,7 @@ from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.base import Strategy
 from anabranch.learner.strategies.examples import EARLY, OUTPUT, OUTPUTS, Early, Examples, examples_of
 from anabranch.learner.stream.batch import Batch
+from anabranch.learner.stream.batches import MOST_STEPS
 from anabranch.learner.train.step_result import StepResult
 from anabranch.learner.train.trainer import Trainer
 from anabranch.replay.background_store import BackgroundStore
@@ -50,8 +51,6 @@ class Replay:
 
 NOTHING = Replay()
 """No old events."""
-MOST_STEPS = 32
-"""Steps of a round at most."""
 
 
 class ReplayFeed:

@@ -87,6 +87,7 @@ class Batch:
         waiting: columns of events that begin to wait for their label.
         labels: columns of labels that have come.
         decided: the events of the batch have waited before, and this is how each ended; `spans` is empty then.
+        ends: where each step ends among the B events; empty: they are of one step.
     """
 
     new: dict[str, Array]
@@ -98,6 +99,7 @@ class Batch:
     decided: Decided | None = None
     relabelled: dict[str, Array] = field(default_factory=dict)
     contexts: Sequence[str] = ()
+    ends: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.new["offset"]) if self.new else 0
@@ -117,23 +119,29 @@ class Batch:
             span.columns["outcome"][skipped] = np.uint8(Outcome.SKIPPED)
             span.columns["reason"][skipped] = reason_B[own][rows[own]]
             span.trained[skipped] = False
+        self.leave_out(rows)
+
+    def leave_out(self, rows: NDArray[np.bool_]) -> None:
+        """Remove new events, bool `[B]`, from the batch: they are settled already. Each other one stays in its step."""
+        if self.ends:
+            kept = np.concatenate([[0], np.cumsum(~rows)])
+            self.ends = kept[list(self.ends)].tolist()
         self.new = _without(self.new, rows)
 
-    def steps(self, size: int) -> "Sequence[Batch]":
-        """Return the batch of each step of the round, with `size` new events, or what is left; of one step: this one.
+    def steps(self) -> "Sequence[Batch]":
+        """Return the batch of each step of the round that has new events; of one step: this one.
 
         Events that leave the batch of a step leave this one with `skip_of_steps`. Events that are only stored are in
         the batch of the last step.
         """
-        if len(self) <= size:
+        parts = [(begin, end) for begin, end in zip([0, *self.ends], self.ends, strict=False) if begin < end]
+        if len(parts) <= 1:
             return (self,)
         reason_B = np.zeros(len(self), np.uint8)
         steps = []
-        for begin in range(0, len(self), size):
-            part = slice(begin, begin + size)
-            rows = np.arange(len(self))[part]
-            new = {name: column[part] for name, column in self.new.items()}
-            steps.append(StepBatch(new, {}, {}, [], rows=rows, reason=reason_B))
+        for begin, end in parts:
+            new = {name: column[begin:end] for name, column in self.new.items()}
+            steps.append(StepBatch(new, {}, {}, [], rows=np.arange(begin, end), reason=reason_B))
         steps[-1].stored_only = self.stored_only
         return steps
 
@@ -171,8 +179,13 @@ def without_raised(columns: dict[str, Array], steps: Sequence[Batch]) -> dict[st
     return _without(columns, raised)
 
 
+def step_ends(count: int, size: int) -> Sequence[int]:
+    """Return where each step ends among `count` events, of which a full step has `size`."""
+    return [*range(size, count, size), count]
+
+
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Return one batch with the events of several batches of the stream, of which no event has waited for its label."""
+    """Return one batch of the steps of several batches of the stream, of which no event has waited for its label."""
     if len(batches) == 1:
         return batches[0]
     return Batch(
@@ -181,6 +194,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
         _concatenated([each.held_out for each in batches]),
         [span for each in batches for span in each.spans],
         contexts=[context for each in batches for context in each.contexts],
+        ends=np.cumsum([len(each) for each in batches]).tolist(),
     )
 
 

@@ -5,7 +5,7 @@ Legend: K rows of a span.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from anabranch.ingest.events.block import IDENTITY_COLUMNS, Array, Block, Outcome
 from anabranch.ingest.events.position import Position
 from anabranch.ingest.reader.cursors import Partition
-from anabranch.learner.stream.batch import PENDING, Batch, Span, trainable
+from anabranch.learner.stream.batch import PENDING, Batch, Span, step_ends, trainable
 from anabranch.learner.stream.lag import LagPolicy
 
 PATIENCE = timedelta(milliseconds=100)
@@ -28,6 +28,8 @@ _STORED_FOR_ONE = 8
 _LEAST_STORED = 4096
 MOST_LATE = 4096
 """Number of waiting events and labels of a batch, where they are not trained on yet."""
+MOST_STEPS = 32
+"""Steps of a round at most."""
 _FEW = 8
 """A first read assumes that fewer than one row in `_FEW` is not to be trained on."""
 
@@ -159,10 +161,11 @@ class Batches:
         max_delay: timedelta,
         policy: LagPolicy | None = None,
         *,
-        most_late: int | None = None,
+        most_late: Callable[[int], int] | None = None,
         unlabelled: bool = False,
     ) -> None:
-        """Take `most_late`, waiting events and labels at which a batch ends; None: the stream has none.
+        """Take `most_late`: it returns how many waiting events and labels a batch of some steps has; None: there are
+        none.
 
         `unlabelled`: whether events without a label are trained on too.
         """
@@ -181,12 +184,12 @@ class Batches:
         """Return the next batch, or None when no row arrived for 100 ms.
 
         It has the events of one step, or of up to `round` steps. A batch that is not full is returned when `max_delay`
-        has passed since its first row, or when it has `most_stored` events that are stored only, or `most_late` waiting
-        events and labels. A batch without new events only moves positions.
+        has passed since its first row, or when it has `most_stored` events that are stored only, or the waiting events
+        and labels of a step. A batch without new events only moves positions.
         """
-        parts = BatchBuilder(policy=self._policy, most_rows=self._most_late, unlabelled=self._unlabelled)
+        parts = BatchBuilder(policy=self._policy, unlabelled=self._unlabelled)
         deadline: float | None = None
-        stored, late = most_stored(self._batch_size), self._most_late or 1
+        stored, late = most_stored(self._batch_size), 1 if self._most_late is None else self._most_late(1)
         size = self._batch_size
         while parts.count < size and parts.stored < stored and parts.late < late:
             if stop.is_set():
@@ -196,6 +199,7 @@ class Batches:
                 self._block = self._next_block(parts, left)
                 self._cursor = 0
             if self._block is not None:
+                parts.most_rows = self._most_rows()
                 if self.round > 1 and not parts.count:
                     steps = self._waiting(self.round * self._batch_size) // self._batch_size
                     size = self._batch_size * max(1, min(self.round, steps))
@@ -212,6 +216,8 @@ class Batches:
                 break
         batch = parts.batch() if parts.spans else None
         self._release()
+        if batch is not None and parts.count > self._batch_size:
+            batch.ends = step_ends(parts.count, self._batch_size)
         return batch
 
     def is_full(self) -> bool:
@@ -221,9 +227,19 @@ class Batches:
     def _waiting(self, most: int) -> int:
         """Return how many of the next events of the current block, up to `most` or twice as many, are trained on."""
         assert self._block is not None
-        rows = self._block.rows(self._cursor, min(len(self._block), self._cursor + 2 * most))
+        most_rows = self._most_rows() or 2 * most
+        rows = self._block.rows(self._cursor, min(len(self._block), self._cursor + min(2 * most, most_rows)))
         settled = self._policy.settle(rows) if self._policy is not None and self._policy.behind else rows
         return int(np.count_nonzero(trainable(settled, unlabelled=self._unlabelled)))
+
+    def _most_rows(self) -> int | None:
+        """Return how many rows are taken of the current block at once: those of as many full steps as it has, where
+        waiting events are trained on; None: there is no bound."""
+        if self._most_late is None:
+            return None
+        assert self._block is not None
+        left, most = len(self._block) - self._cursor, self._most_late
+        return next((rows for steps in range(self.round, 1, -1) if (rows := most(steps)) <= left), most(1))
 
     def _next_block(self, parts: BatchBuilder, seconds: float) -> Block | None:
         """Return the next block, or None when none arrives within `seconds`, and within 100 ms.

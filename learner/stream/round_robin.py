@@ -80,7 +80,7 @@ class RoundRobin:
 
     Attributes:
         round: steps of a batch at most. The events of each are the same, whatever it is; a step with events that are
-            only stored is the last of its batch.
+            only stored is the last of its batch, and one with a tombstone, which takes effect after it, is alone.
     """
 
     def __init__(
@@ -96,6 +96,8 @@ class RoundRobin:
         self._settled = settled
         self._queues: list[_PartitionQueue] = []
         self._turn = 0
+        self._held: tuple[int, Batch] | None = None
+        """A step that has to be the first of its batch, and whose turn it was before it."""
         self.round = 1
 
     def next(self, stop: threading.Event) -> Batch | None:
@@ -108,14 +110,7 @@ class RoundRobin:
             SettingsError: too many events wait for a partition that has none.
         """
         while not stop.is_set():
-            steps = list[Batch]()
-            while len(steps) < self.round and (counts := self._counts()) is not None:
-                parts = BatchBuilder(unlabelled=self._unlabelled)
-                self._give(counts, parts)
-                steps.append(parts.batch())
-                if steps[-1].stored_only:
-                    break
-            if steps:
+            if steps := self._steps():
                 return joined(steps)
             block = self._source.poll(PATIENCE)
             if block is None:
@@ -126,9 +121,35 @@ class RoundRobin:
                 return settled
         return None
 
+    def _steps(self) -> list[Batch]:
+        """Return the steps of the next batch, of which none waits for a block; empty where there is none."""
+        steps = list[Batch]()
+        while len(steps) < self.round and (found := self._next_step()) is not None:
+            turn, step = found
+            erases = any((span.columns["reason"] == _TOMBSTONE).any() for span in step.spans)
+            if erases and steps:
+                self._held = turn, step
+                break
+            steps.append(step)
+            if erases or step.stored_only:
+                break
+        return steps
+
+    def _next_step(self) -> tuple[int, Batch] | None:
+        """Return the next step, and whose turn it was before it; None while more has to be read first."""
+        if (held := self._held) is not None:
+            self._held = None
+            return held
+        turn = self._turn
+        if (counts := self._counts()) is None:
+            return None
+        parts = BatchBuilder(unlabelled=self._unlabelled)
+        self._give(counts, parts)
+        return turn, parts.batch()
+
     def state(self) -> dict[str, Any]:
         """Return the index of the partition whose turn is next, for a checkpoint."""
-        return {"turn": self._turn}
+        return {"turn": self._turn if self._held is None else self._held[0]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the turn of a checkpoint."""

@@ -20,17 +20,20 @@ class ProfilerWindow:
         self._folder = state_dir / TRACES
         self._profile: profile | None = None
         self._begun = 0
+        self._last: int | None = None
+        """The step after which this was called last: a round may go past the whole window."""
 
     def step(self, step: int) -> None:
-        """Start or end the window; called between steps, of which `step` are done."""
+        """Start or end the window; called between rounds, after `step` steps."""
         if self._settings is None:
             return
-        end = self._settings.start + self._settings.steps
-        if self._profile is None and self._settings.start <= step < end:
+        start, steps = self._settings.start, self._settings.steps
+        before, self._last = step if self._last is None else self._last, step
+        if self._profile is None and start <= step and before < start + steps:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._profile, self._begun = profile(activities=activities), step
             self._profile.start()
-        elif self._profile is not None and step >= end:
+        elif self._profile is not None and step >= self._begun + steps:
             self._write(step)
 
     def close(self) -> None:

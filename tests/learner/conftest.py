@@ -19,14 +19,17 @@ from tests.support.waiting import slowness
 PROGRAM = Path(__file__).parent / "ranks_program.py"
 
 
+NUMBERS = Schema(
+    SchemaSettings.model_validate(
+        {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+    )
+)
+
+
 @pytest.fixture(scope="session")
 def schema():
     """Three numbers, one of three classes."""
-    return Schema(
-        SchemaSettings.model_validate(
-            {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
-        )
-    )
+    return NUMBERS
 
 
 @pytest.fixture

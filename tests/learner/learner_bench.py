@@ -19,7 +19,7 @@ from anabranch.ingest.kafka.fake import Columns, fake_columns
 from anabranch.ingest.metrics import IngestMetrics
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.ingest.reader.reader import BlockReader
-from anabranch.ingest.settings.stream import LagPolicySettings, StreamSettings
+from anabranch.ingest.settings.stream import HoldOut, LagPolicySettings, StreamSettings
 from anabranch.learner.assembly import between_steps
 from anabranch.learner.checkpoints.background_erasure import BackgroundErasure
 from anabranch.learner.checkpoints.checkpointer import Checkpointer
@@ -27,15 +27,21 @@ from anabranch.learner.checkpoints.erasure import Erasure
 from anabranch.learner.checkpoints.format import RANK, Checkpoints
 from anabranch.learner.checkpoints.parts import StorePart, unpack
 from anabranch.learner.checkpoints.stored_events import most_added
+from anabranch.learner.evaluate.event_time import EventTimePredictor
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.scoring import Scorer
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
+from anabranch.learner.extension import Extension
+from anabranch.learner.extensions.late_labels.extension import LateLabels
+from anabranch.learner.extensions.late_labels.join_part import open_join
+from anabranch.learner.extensions.late_labels.stream_times import LabelClock
 from anabranch.learner.extensions.search.extension import ChallengerSearch
 from anabranch.learner.extensions.teacher.extension import TeacherFeed
 from anabranch.learner.loop import TrainingLoop
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding
 from anabranch.learner.model.task import Classification
+from anabranch.learner.parallel.leader import Leader
 from anabranch.learner.settings.learner import CheckpointSettings, GateSettings, LearnerSettings, VersionsSettings
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.settings.search import SearchSettings
@@ -161,6 +167,8 @@ class LearnerBench:
         search=None,
         networks=None,
         keyed=True,
+        labels=None,
+        group=None,
     ):
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop) if stream is None else stream(self.stop)
@@ -181,7 +189,9 @@ class LearnerBench:
         if search is not None:
             chosen = SearchSettings.model_validate(search)
             wrappers.append(ChallengerSearch(chosen, 0, path, setup, type(strategy), networks))
-        trainer = Trainer(setup, wrappers=wrappers)
+        channel, replicas = group or (None, None)
+        wrappers += [] if channel is None else [Leader(channel, replicas)]
+        trainer = Trainer(setup, ranks=replicas, wrappers=wrappers)
         duration = self.metrics.learner.teacher_duration
         self.feed = None if teacher is None else TeacherFeed(teacher, (3,), duration, unlabelled=distil)
         self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
@@ -216,19 +226,27 @@ class LearnerBench:
         source = cast("BlockReader", self.stream)
         self.log = ErasureLog(path / "erasures.log")
         self.log.refresh()
-        erasure = Erasure(
-            self.log, BackgroundErasure(self.log, self.checkpoints, self.checkpointer), holdout, keyed=keyed
-        )
+        files = BackgroundErasure(self.log, self.checkpoints, self.checkpointer)
+        erasure = Erasure(self.log, files, holdout, keyed=keyed, at_once=settings.deterministic)
         lag = LagPolicy(LagPolicySettings(), 0, source, unlabelled=distil)
         monitor = StreamMonitor(settings)
         sampling = self.metrics.replay.sample
-        feed = make_feed(self.background_store, settings, 1, monitor, holdout, trainer, sampling)
+        ranks = 1 if replicas is None else replicas.size
+        feed = make_feed(self.background_store, settings, ranks, monitor, holdout, trainer, sampling)
+        late = list[Extension]()
+        if labels is not None:
+            part = open_join(labels, schema, (3,), path / "labels", None, first=True)
+            predictor = EventTimePredictor(model, task, schema, device, precision, (3,))
+            still = LabelClock(*[lambda: 1000.0] * 3)
+            hold_out, delay = HoldOut(fraction=0, seed=0), settings.max_delay
+            link = LateLabels(part, labels, hold_out, predictor, lag, settings.batch_size, delay, still)
+            late = [link, link.arrivals]
         self.parts = parts = LoopComponents(
             *(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag),
-            extensions=[each for each in (undo, self.feed) if each is not None],
+            extensions=[each for each in (undo, self.feed, *late) if each is not None],
             unlabelled=distil,
         )
-        self.loop = TrainingLoop(settings, parts, self.metrics)
+        self.loop = TrainingLoop(settings, parts, self.metrics, ranks=ranks)
         self.trainer, self.holdout, self.publisher, self.erasure = trainer, holdout, publisher, erasure
 
     def run(self, *tasks):

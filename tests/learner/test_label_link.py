@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.ingest.events.block import IDENTITY_COLUMNS, Outcome
+from anabranch.ingest.events.block import IDENTITY_COLUMNS, Outcome, SkipReason
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import Position
 from anabranch.ingest.events.schema import Schema
@@ -93,9 +93,9 @@ class Bench:
         identity = {name: columns[name] for name in IDENTITY_COLUMNS}
         span = Span(identity, np.zeros(len(offsets), np.bool_), {partition: Position(offsets[-1] + 1)}, {}, {}, {})
         kinds = {"labels": columns} if partition else {"waiting": columns}
-        batch = self.late.arrivals.before_step(Batch({}, {}, {}, [span], **kinds), PARTITIONS)
+        batch = self.late.arrivals.before_round(Batch({}, {}, {}, [span], **kinds), PARTITIONS)
         self.ledger.advance(span, Outcome.TRAINED)
-        self.late.settle(batch, finite=True)
+        self.late.settle(batch)
         self.ledger.count()
         return batch
 
@@ -105,16 +105,19 @@ class Bench:
         if batch is None:
             return []
         assert batch.decided is not None
-        self.late.settle(batch, finite=finite)
-        return sorted(batch.new["offset"].tolist()) if batch.new else []
+        offsets = sorted(batch.new["offset"].tolist()) if batch.new else []
+        if not finite:
+            batch.skip(np.ones(len(batch), np.bool_), SkipReason.NON_FINITE)
+        self.late.settle(batch)
+        return offsets
 
     def take(self):
-        return self.late._decided(PARTITIONS)
+        return self.late._decided(PARTITIONS, 1)
 
     def time_out(self):
         """Let events that wait time out, and decided ones not wait for a full step."""
         self.late.join.advance(5_000 + 3_600_001)
-        self.late._decided(PARTITIONS)
+        self.late._decided(PARTITIONS, 1)
         self.clock.now += 1.0
 
 
@@ -145,7 +148,7 @@ def test_decided_events_wait_for_a_full_step_for_max_delay(bench):
 def test_a_step_that_is_put_back_leaves_no_trace(bench):
     bench.arrive(*range(4))
     bench.arrive(*range(4), partition=1)
-    assert bench.late._decided(PARTITIONS) is not None
+    assert bench.late._decided(PARTITIONS, 1) is not None
     bench.late.put_back()
     assert bench.ledger.partitions[0].waiting == 4
     assert bench.step() == [0, 1, 2, 3]
@@ -227,7 +230,7 @@ def test_the_prediction_is_that_of_the_model_when_the_event_came(bench):
     with torch.no_grad():
         bench.model.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))
     bench.arrive(*range(4), partition=1)
-    batch = bench.late._decided(PARTITIONS)
+    batch = bench.late._decided(PARTITIONS, 1)
     assert batch is not None
     assert batch.new["label"].tolist() == [0, 1, 2, 0]
     scored = bench.late.arrivals.scores_of(batch.decided)
@@ -248,18 +251,18 @@ def test_erased_events_end_as_skipped(bench):
 
 def make_room(late):
     if not late.join.ready:
-        late.join.make_room(2 * late.most_late)
+        late.join.make_room(2 * late._most_late)
 
 
 @pytest.mark.slow
 def test_a_full_join_lets_its_oldest_events_time_out_where_nothing_else_makes_room(bench, monkeypatch):
     monkeypatch.setattr("anabranch.learner.extensions.late_labels.payload_file._MEMORY_BYTES", 0)
-    late, offset = bench.late, 0
-    assert late.most_late == late.join.payload.slots // 32  # not of the room, which is less after a restart
+    late, offset, most_late = bench.late, 0, bench.late.arrivals.most_late(1)
+    assert most_late == late.join.payload.slots // 32  # not of the room, which is less after a restart
     while not late._full:
-        bench.arrive(*range(offset, offset + late.most_late))
-        bench.arrive(*range(offset, offset + late.most_late, 3), partition=1)
-        offset += late.most_late
+        bench.arrive(*range(offset, offset + most_late))
+        bench.arrive(*range(offset, offset + most_late, 3), partition=1)
+        offset += most_late
         while late.join.ready:
             bench.clock.now += 1.0
             bench.step()
@@ -281,8 +284,8 @@ def test_a_loop_that_does_not_read_since_the_join_is_full_makes_room(bench, monk
     stop, join = threading.Event(), bench.late.join
     bench.arrive(*range(join.payload.slots * 7 // 8))
     bench.late._most_late = join.payload.slots // 8
-    assert bench.late.next(reader, stop, lambda _: Batch({}, {}, {}, [])) is None
-    batch = bench.late.next(reader, stop, lambda _: None)
+    assert bench.late.next(reader, stop, lambda _: Batch({}, {}, {}, []), 1) is None
+    batch = bench.late.next(reader, stop, lambda _: None, 1)
     assert batch is not None
     assert batch.decided is not None
     assert join.counts.early_timeouts == join.payload.slots // 4
@@ -296,7 +299,7 @@ def test_a_damaged_event_that_is_taken_back_does_not_end_a_second_time(taking_ba
     content = path.read_bytes()
     path.write_bytes(content.replace(features[0].tobytes(), bytes(12)))
     bench.arrive(*range(2), partition=1)
-    bench.late._decided(PARTITIONS)
+    bench.late._decided(PARTITIONS, 1)
     bench.clock.now += 1.0
     assert bench.step() == [1]
     account = bench.ledger.partitions[0]
@@ -348,7 +351,7 @@ def test_a_negative_that_was_only_stored_is_replaced_in_the_store_when_its_label
     assert batch.new == {}
     assert (batch.stored_only["offset"].tolist(), batch.stored_only["label"].tolist()) == ([1], [1])
     assert batch.stored_only[EARLY].tolist() == [Early.TAKEN_BACK]
-    taking_back.late.settle(batch, finite=True)
+    taking_back.late.settle(batch)
     assert len(taking_back.late.join.events) == 0
 
 

@@ -13,7 +13,7 @@ MakeBench = Callable[..., LearnerBench]
 
 
 def run(bench, monkeypatch, begin):
-    monkeypatch.setattr(bench.loop, "_before_step", [lambda batch, _partitions: begin(batch)])
+    monkeypatch.setattr(bench.loop, "_before_round", [lambda batch, _partitions: begin(batch)])
     bench.run()
     bench.close()
 

@@ -25,8 +25,7 @@ from tests.support.strategies import small_strategy
 WITHOUT_VOCABULARY = {"ewc", "slda", "ncm", "experts", "progressive"}
 
 
-@pytest.fixture
-def schema():
+def _schema():
     encode = {"learn": 8, "min_count": 2, "expire": "2s"}
     features = {
         "x": {"dtype": "float32", "shape": [3], "scale": "standard", "missing": "indicator"},
@@ -39,6 +38,14 @@ def schema():
     return Schema(
         SchemaSettings.model_validate({"features": features, "cross": cross, "label": {"name": "y", "classes": 3}})
     )
+
+
+SCHEMA = _schema()
+
+
+@pytest.fixture
+def schema():
+    return SCHEMA
 
 
 class Model(nn.Module):

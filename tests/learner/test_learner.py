@@ -123,7 +123,9 @@ def test_a_stream_is_learned_accounted_for_and_published(kafka, make_topic, prod
         assert figure in metrics
     assert json.loads(learner.get("/healthz")) == {"ok": True, "problems": []}
 
-    assert [path.name for path in (learner.state_dir / "traces").iterdir()] == ["steps-2-5.json"]
+    (trace,) = (learner.state_dir / "traces").iterdir()  # of whole rounds
+    begun, ended = (int(number) for number in trace.stem.split("-")[1:])
+    assert 2 <= begun <= ended - 3
     assert learner.stop() == 0
     versions = Versions(learner.state_dir / "versions")
     newest = versions.manifest(versions.numbers()[-1])

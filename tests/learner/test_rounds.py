@@ -1,8 +1,11 @@
 """A round of steps does what its steps would do one by one, and settles them together."""
 
 import dataclasses
+import itertools
 import math
+import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +13,24 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from anabranch.ingest.events.block import Block, Coverage
+from anabranch.ingest.events.block import Block, Coverage, Outcome, SkipReason
+from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.reader.cursors import Partition
+from anabranch.ingest.settings.labels import LabelStreamSettings
+from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.features.learned import FeatureLearning
 from anabranch.learner.step.learning_step import Taken
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.replay.sample_plan import Sample
-from tests.learner.learner_bench import NAME, LearnerBench, Stream, small_model
+from tests import forkserver
+from tests.learner.extensions.teacher.test_learning import LinearTeacher
+from tests.learner.learner_bench import CPU, NAME, LearnerBench, Stream, small_model
+from tests.learner.test_label_link import KEYED
+from tests.learner.test_learned_features import SCHEMA as FEATURES
+from tests.learner.test_learned_features import Model
+from tests.learner.test_learned_features import change as change_learned
+from tests.support.waiting import slowness
 
 BLOCK, BLOCKS, BATCH = 320, 2, 8
 EVENTS = BLOCK * BLOCKS
@@ -69,24 +83,25 @@ def spoil(columns):
     columns["feature.x"][250:266] = 2 * TOO_LARGE
 
 
-def made(path, schema, steps, strategy="er", learner=None, change=None):
+def made(path, schema, steps, strategy="er", learner=None, change=None, *, model=Picky, kind=WideStream, **options):
     """Return a learner whose rounds have up to `steps` steps."""
     torch.manual_seed(0)
+    path.mkdir(parents=True, exist_ok=True)
 
     def stream(stop):
-        wide = WideStream(schema, stop)
+        wide = kind(schema, stop)
         wide.change = change
         return wide
 
     bench = LearnerBench(
         path,
         schema,
-        Picky(),
+        model(),
         BLOCKS,
         strategy=STRATEGIES[strategy](),
         learner={"batch_size": BATCH, "replay_ratio": 1.0, **(learner or {})},
         stream=stream,
-        keyed=False,
+        **{"keyed": False, **options},
     )
     bench.parts.replay._ahead = 64  # type: ignore[attr-defined]
     bench.loop._steps_of_round = lambda: steps  # type: ignore[method-assign]
@@ -117,35 +132,204 @@ def tensors_of(bench):
 WITH_REPLAY = ("er", "er-ace", "der", "der++", "mir", "agem")
 
 
+NUMBERS_OF_STEPS = (1, 2, 7, 32)
+
+
+def assert_equal(one, other, *, each=True):
+    """Assert that two learners have the same bits, outcomes and scores; `each`: scores of each step, and its store."""
+    expected, found = tensors_of(one), tensors_of(other)
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+    assert other.loop.ledger.state() == one.loop.ledger.state()
+    assert not each or other.parts.monitor.state() == one.parts.monitor.state()
+    scores = [bench.parts.monitor.prequential.score for bench in (one, other)]
+    assert scores[0].rows == scores[1].rows > 0
+    assert scores[0].total == pytest.approx(scores[1].total, rel=1e-9)
+    assert not each or other.store.event_table.copy().tobytes() == one.store.event_table.copy().tobytes()
+    for count in ("steps", "rows_new", "rows_replay"):
+        assert getattr(other.loop.state, count) == getattr(one.loop.state, count)
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Runs a learner for each of some steps of a round, which must have the same bits; returns that of one step."""
+    learners = []
+
+    def compare(schema, *given, each=True, longest=32, **options):
+        rounds = []
+        for steps in NUMBERS_OF_STEPS:
+            learners.append(made(tmp_path / str(steps), schema, steps, *given, **options))
+            rounds.append(max(rounds_of(learners[-1])))
+            assert_equal(learners[0], learners[-1], each=each)
+        assert rounds == [min(longest, steps) for steps in NUMBERS_OF_STEPS]
+        return learners[0]
+
+    yield compare
+    for bench in learners:
+        bench.close()
+
+
+FIXED = {"deterministic": True}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*WITH_REPLAY, "none", "ewc", "lwf"])
 @pytest.mark.parametrize("change", [None, spoil], ids=["", "spoiled"])
-def test_the_bits_are_the_same_whatever_the_steps_of_a_round(schema, tmp_path, strategy, change):
-    learners = {
-        steps: made(tmp_path / str(steps), schema, steps, strategy, {"deterministic": True}, change)
-        for steps in (1, 2, 7, 32)
-    }
+def test_the_bits_are_the_same_whatever_the_steps_of_a_round(schema, compared, strategy, change):
+    one = compared(schema, strategy, FIXED, change)
+    if change is not None:
+        assert one.loop.ledger.totals.skipped == {"non_finite": 32, "model": 36}
+
+
+@pytest.mark.slow
+def test_the_bits_are_the_same_with_a_gradient_of_several_passes(schema, compared):
+    compared(schema, "er", {**FIXED, "micro_batch_size": 3}, spoil)
+
+
+@pytest.mark.slow
+def test_a_drift_is_found_after_the_same_step_whatever_the_steps_of_a_round(schema, compared):
+    def change(columns):
+        label = columns["label"]
+        columns["feature.x"][:] = 3 * np.eye(3, dtype=np.float32)[label]
+        if columns["offset"][0]:
+            label[:] = np.random.default_rng(0).integers(0, 3, len(label))
+
+    optimizer = {"name": "sgd", "lr": 0.3}
+    one = compared(schema, "none", {**FIXED, "optimizer": optimizer, "drift": {"delta": 0.5}}, change)
+    assert one.parts.monitor.drift.count == 1
+
+
+@pytest.mark.slow
+def test_what_features_learn_has_the_same_bits_whatever_the_steps_of_a_round(compared):
+    def model():
+        found = Model()
+        FeatureLearning().convert(found, ModelContext(CPU, FEATURES))
+        return found
+
+    compared(FEATURES, "er", FIXED, change_learned, model=model)
+
+
+def erase(columns):
+    """Let some events be tombstones of a key that others before and after them have."""
+    columns["key_hash"][:] = 1 + np.arange(len(columns["offset"])) % 50
+    for row in (70, 71, 203):
+        columns["key_hash"][row] = 1 + row % 10
+        columns["outcome"][row], columns["reason"][row] = Outcome.SKIPPED, SkipReason.TOMBSTONE
+
+
+@pytest.mark.slow
+def test_a_tombstone_ends_a_round_so_that_the_bits_are_the_same(schema, compared, tmp_path):
+    one = compared(schema, "er", FIXED, erase, longest=15, keyed=True)
+    assert one.log.count == 6
+    assert one.erasure.erased > 10
+    again = []
+    for steps in (1, 7):  # as after a restart, where the log has the records of tombstones that are read again
+        path = tmp_path / f"again-{steps}"
+        path.mkdir()
+        for name in ("erasures.log", "erasures.key"):
+            shutil.copy(one.log.path.parent / name, path)
+        again.append(made(path, schema, steps, "er", FIXED, erase, keyed=True))
+        assert max(rounds_of(again[-1])) == steps
+        assert again[-1].loop.ledger.totals.skipped["erased"] > 10
+    assert_equal(*again)
+    for bench in again:
+        bench.close()
+
+
+class LateStream(WideStream):
+    """A topic of events that wait for their labels, and one of these labels in another order; neither is behind."""
+
+    def __init__(self, schema, stop):
+        super().__init__(schema, stop)
+        self.partitions = [Partition(NAME, 0, EVENTS), Partition(TopicPartition("labels", 0), 0, EVENTS)]
+        self.blocks, self.turn, self.ended = 2 * BLOCKS, 0, 0
+
+    def hold(self, partitions):
+        """Blocks come in turn. Called before each batch."""
+        self.turn += 1
+
+    @override
+    def poll(self, timeout):
+        if self.next == self.blocks:  # for the first time, there are decided events to train on
+            self.ended = self.ended or self.turn
+            if self.turn > self.ended:
+                self.stop.set()
+            return None
+        number, kind = divmod(self.next, 2)
+        self.next += 1
+        offsets = range(number * BLOCK, (number + 1) * BLOCK)
+        columns = fake_columns(self.schema, offsets, label=[0, 1, 2, 1])
+        columns["feature.x"] += np.random.default_rng(number).normal(size=columns["feature.x"].shape).astype(np.float32)
+        columns["key_hash"][:] = 1 + np.array(offsets)
+        columns["time_ms"][:], columns["partition"][:] = 5000, kind
+        columns["outcome"][:] = Outcome.LABEL if kind else Outcome.WAITING
+        if kind:
+            order = np.random.default_rng(number).permutation(BLOCK)
+            columns["key_hash"][:], columns["label"][:] = columns["key_hash"][order], columns["label"][order]
+        else:
+            columns["labelled"][:] = False
+            if self.change is not None:
+                self.change(columns)
+        return Block(columns, (Coverage(kind, offsets.start, offsets.stop),))
+
+
+LABELS = {"topics": ["labels"], "wait": "1h", "bytes": "1MB"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [None, spoil], ids=["", "spoiled"])
+def test_events_with_late_labels_have_the_same_bits_whatever_the_steps_of_a_round(compared, change):
+    labels = LabelStreamSettings.model_validate(LABELS)
+    one = compared(KEYED, "none", None, change, each=False, kind=LateStream, labels=labels, keyed=True)
+    waited = one.loop.ledger.totals.waited
+    if change is None:
+        assert waited["trained"] == EVENTS
+        assert one.loop.monitor.prequential.score.rows == EVENTS
+    else:
+        assert waited["skipped"] >= 40
+        assert waited["trained"] + waited["skipped"] == EVENTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 32])
+def test_early_negatives_are_trained_on_once_in_rounds_and_their_positives_again(tmp_path, steps):
+    settings = {**LABELS, "unmatched": "negative", "early": "negative-then-correct"}
+    labels = LabelStreamSettings.model_validate(settings)
+    bench = made(tmp_path, KEYED, steps, "none", kind=LateStream, labels=labels, keyed=True)
+    assert max(rounds_of(bench)) == steps
+    bench.loop.ledger.count()
+    assert bench.loop.ledger.totals.waited["trained"] == EVENTS
+    assert bench.loop.state.rows_new == EVENTS * 3 // 2  # half of them are of class 1
+    assert bench.loop.monitor.prequential.score.rows == EVENTS
+    bench.close()
+
+
+@pytest.mark.slow
+def test_a_teacher_is_asked_once_about_a_round_and_the_bits_are_the_same(schema, compared):
+    teacher = LinearTeacher()
+    asked, answer = list[int](), teacher.answer
+
+    def counted(columns):
+        asked.append(len(columns["offset"]))
+        return answer(columns)
+
+    teacher.answer = counted  # type: ignore[method-assign]
+    compared(schema, "none", {}, spoil, each=False, teacher=teacher)
+    assert {2 * BATCH, 7 * BATCH, 32 * BATCH} < {*asked}
+    assert sum(asked) == 4 * (EVENTS - 16)
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_same_bits_whatever_the_steps_of_a_round(tmp_path):
+    program = Path(__file__).parent / "rounds_program.py"
+    numbers = [str(steps) for steps in NUMBERS_OF_STEPS]
+    processes = [forkserver.start([str(program), str(rank), str(tmp_path), *numbers]) for rank in range(2)]
     try:
-        rounds = {steps: rounds_of(bench) for steps, bench in learners.items()}
-        one, expected = learners[1], tensors_of(learners[1])
-        assert set(rounds[1]) == {1}
-        assert [max(rounds[steps]) for steps in (2, 7, 32)] == [2, 7, 32]
-        for bench in learners.values():
-            found = tensors_of(bench)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(value, expected[name]) for name, value in found.items())
-            assert bench.loop.ledger.state() == one.loop.ledger.state()
-            assert bench.parts.monitor.state() == one.parts.monitor.state()
-            assert bench.store.event_table.copy().tobytes() == one.store.event_table.copy().tobytes()
-            assert (bench.loop.state.rows_new, bench.loop.state.rows_replay) == (
-                one.loop.state.rows_new,
-                one.loop.state.rows_replay,
-            )
-        if change is not None:
-            assert one.loop.ledger.totals.skipped == {"non_finite": 32, "model": 36}
+        assert [process.wait(100 * slowness()) for process in processes] == [0, 0]
     finally:
-        for bench in learners.values():
-            bench.close()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_events_of_a_step_that_is_not_finite_alone_are_skipped_in_a_round(schema, tmp_path):
@@ -286,15 +470,42 @@ def test_each_step_copies_its_events_where_the_device_has_no_memory_for_those_of
     bench.close()
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize(
     "learner",
     [{"replay_ratio": "auto"}, {"drift": {"actions": ["raise-lr"]}}, {"drift": {"actions": ["checkpoint"]}}],
     ids=str,
 )
-def test_each_step_is_a_round_where_its_scores_change_the_next(schema, tmp_path, learner):
-    bench = made(tmp_path, schema, 1, learner={**learner, "round": "1h"})
+def test_each_step_is_a_round_where_scores_adjust_steps_whose_bits_have_to_repeat(
+    schema, tmp_path, learner, deterministic
+):
+    bench = made(tmp_path, schema, 1, learner={**learner, "round": "1h", "deterministic": deterministic})
     del bench.loop._steps_of_round  # type: ignore[method-assign]
-    assert set(rounds_of(bench)) == {1}
+    assert (set(rounds_of(bench)) == {1}) == deterministic
+    bench.close()
+
+
+def test_a_drift_raises_the_learning_rate_from_the_next_round_on(schema, tmp_path):
+    settings = {"drift": {"actions": ["raise-lr"], "lr_factor": 3.0, "steps": 40}}
+    bench = made(tmp_path, schema, 16, "none", learner=settings)
+    step, factors, taken = bench.trainer.step, list[float](), list[int]()
+
+    def stepped(*given):
+        factors.append(bench.trainer.update.schedule.scale)
+        return step(*given)
+
+    def drift_once():
+        taken.append(bench.loop.state.steps)
+        if len(taken) == 2:
+            bench.loop._step.respond()
+
+    bench.trainer.step = stepped  # type: ignore[method-assign]
+    bench.run(drift_once)
+    expected = []
+    for begin, end in itertools.pairwise([0, *taken]):
+        expected += [3 - 2 * (begin - taken[1]) / 40 if taken[1] <= begin < taken[1] + 40 else 1.0] * (end - begin)
+    assert factors == pytest.approx(expected)
+    assert max(np.diff([0, *taken])) == 16
     bench.close()
 
 

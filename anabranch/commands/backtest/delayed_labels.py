@@ -62,7 +62,7 @@ class DelayedRun:
         self._policy, self._delay = policy, delay
         if policy != "wait":
             check_early(setup.task, setup.schema.label, setup.strategy, strategy)
-        training.step.scored = lambda batch, _result: self._take_scored(batch)
+        training.step.scored = self._take_scored
         if policy == "negative":  # the same events without importance weights
             training.step.copied = lambda columns: training.trainer.examples(
                 {name: column for name, column in columns.items() if name != EARLY}

@@ -22,12 +22,14 @@ from anabranch.learner.extensions.late_labels.decided_batch import scored_rows
 from anabranch.learner.extensions.late_labels.label_join import LabelJoin
 from anabranch.learner.extensions.late_labels.stream_times import LabelClock
 from anabranch.learner.strategies.examples import EARLY, Early
-from anabranch.learner.stream.batch import Batch, Decided
+from anabranch.learner.stream.batch import Batch, Decided, step_ends
+from anabranch.learner.stream.batches import MOST_LATE
 from anabranch.learner.stream.lag import LagPolicy
-from anabranch.learner.train.step_result import StepResult
 
 _OUTPUT, _WAITING_INDEX = "event_time_output", "waiting_index"
 """Columns of a step that trains on early negatives: the output for the other events, and the index among `waiting`."""
+_PARTS = 32
+"""A batch has at most 1 / `_PARTS` of the events that the join has space for."""
 
 
 class HeldOutRows:
@@ -47,7 +49,7 @@ class HeldOutRows:
 
 
 class ArrivalPredictions(Extension):
-    """Predicts events that begin to wait, before the step trains; with `early` the step trains on them as negatives."""
+    """Predicts events that begin to wait, before a round trains; with `early` it trains on them as negatives."""
 
     def __init__(
         self,
@@ -55,29 +57,37 @@ class ArrivalPredictions(Extension):
         held_out: HeldOutRows,
         predictor: EventTimePredictor,
         lag: LagPolicy,
-        most: int,
+        step_size: int,
         clock: LabelClock,
     ) -> None:
-        """Take what `LateLabels` has; `most`: events of a step, or 0 without early negatives."""
+        """Take what `LateLabels` has; `step_size`: events of a step, or 0 without early negatives."""
         self._join = join
         self._held_out = held_out
         self._predictor = predictor
         self._lag = lag
-        self._most = most
+        self._step_size = step_size
         self._clock = clock
         self._outputs: NDArray[np.float32] | None = None
         """Of the events of the last batch that begin to wait."""
         self.unobserved = NOT_SCORED
-        """The scores of decided events since the last step: nothing was left to train on."""
+        """The scores of decided events since the last round that trained: nothing was left to train on."""
 
     @override
-    def before_step(self, batch: Batch, partitions: Sequence[Partition]) -> Batch:
+    def most_late(self, steps: int) -> int:
+        most = steps * self._step_size if self._step_size else MOST_LATE
+        return min(most, max(1, self._join.payload.slots // _PARTS))
+
+    @override
+    def before_round(self, batch: Batch, partitions: Sequence[Partition]) -> Batch:
         # Not among the negatives: events that will be held out, and those whose label is there already.
         self._outputs = self._predictor.predict(batch.waiting) if batch.waiting else None
-        if not batch.waiting or not self._most or self._lag.stores_only:
+        size = self._step_size
+        if not batch.waiting or not size or self._lag.stores_only:
             return batch
+        late = sum(len(columns["offset"]) for columns in (batch.waiting, batch.labels) if columns)
+        most = size * max(1, late // size, len(batch.ends))
         chosen = self._join.waits(self.keyed(batch.waiting)) & ~self._held_out.of(batch.waiting, partitions)
-        indices = np.flatnonzero(chosen)[: max(0, self._most - len(batch))]
+        indices = np.flatnonzero(chosen)[: max(0, most - len(batch))]
         if not len(indices):
             return batch
         early = {name: column[indices] for name, column in batch.waiting.items()}
@@ -88,17 +98,17 @@ class ArrivalPredictions(Extension):
             outputs = {_OUTPUT: self._predictor.predict(batch.new)}
             early |= {_OUTPUT: np.zeros((len(indices), *outputs[_OUTPUT].shape[1:]), np.float32)}
             early = {name: np.concatenate([{**batch.new, **plain, **outputs}[name], early[name]]) for name in early}
-        return replace(batch, new=early)
+        return replace(batch, new=early, ends=step_ends(len(early["offset"]), size))
 
     @override
-    def scored(self, batch: Batch, result: StepResult) -> tuple[Scored, Array]:
+    def scored(self, batch: Batch) -> tuple[Scored, Array] | None:
         """Of events that have waited, the scores are of the predictions that were made when they came."""
         if batch.decided is not None:
             unobserved, self.unobserved = self.unobserved, NOT_SCORED
             return unobserved + self.scores_of(batch.decided), batch.decided.label[scored_rows(batch.decided)]
-        label = batch.new["label"]
         if EARLY not in batch.new:
-            return Scored(len(batch), result.score, result.loss_new), label
+            return None
+        label = batch.new["label"]
         plain = batch.new[EARLY] == Early.PLAIN
         if not plain.any():
             return NOT_SCORED, label[plain]
@@ -109,10 +119,10 @@ class ArrivalPredictions(Extension):
         rows = scored_rows(decided)
         return self._predictor.score(decided.predictions[rows], decided.label[rows])
 
-    def let_wait(self, batch: Batch, *, finite: bool) -> None:
-        """Add the events of a batch that begin to wait to the join; `finite`: whether its step was taken."""
+    def let_wait(self, batch: Batch) -> None:
+        """Add the events of a batch that begin to wait to the join."""
         early = np.zeros(len(batch.waiting["offset"]), np.bool_)
-        if finite and _WAITING_INDEX in batch.new:
+        if _WAITING_INDEX in batch.new:
             indices = batch.new[_WAITING_INDEX].astype(np.int64)
             early[indices[indices >= 0]] = True
         self._join.add_events(self.keyed(batch.waiting), self._outputs, early)

@@ -1,4 +1,4 @@
-"""The batch of a step on events that have waited for their label. Legend: N events whose fate is decided."""
+"""The batch of a round on events that have waited for their label. Legend: N events whose fate is decided."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from anabranch.ingest.events.block import IDENTITY_COLUMNS, Array, Outcome, Skip
 from anabranch.ingest.settings.labels import LabelStreamSettings
 from anabranch.learner.extensions.late_labels.decisions import Ready, Resolution
 from anabranch.learner.strategies.examples import EARLY, Early
-from anabranch.learner.stream.batch import Batch, Decided, Span
+from anabranch.learner.stream.batch import Batch, Decided, Span, step_ends
 from anabranch.replay.reservoir.reservoir import WAITED
 
 _PENDING, _STORED_ONLY, _HELD_OUT, _TRAINED, _SKIPPED, _TIMED_OUT = (
@@ -26,7 +26,12 @@ _PENDING, _STORED_ONLY, _HELD_OUT, _TRAINED, _SKIPPED, _TIMED_OUT = (
 
 
 def decided_batch(
-    ready: Ready, settings: LabelStreamSettings, held_out: NDArray[np.bool_], *, stores_only: bool = False
+    ready: Ready,
+    settings: LabelStreamSettings,
+    held_out: NDArray[np.bool_],
+    step_size: int,
+    *,
+    stores_only: bool = False,
 ) -> Batch:
     """Return the batch of N events: those to train on, to store only, and to hold out.
 
@@ -34,6 +39,7 @@ def decided_batch(
         ready: the events.
         settings: `[stream.labels]`.
         held_out: bool `[N]`, which go to the holdout set if they have a label.
+        step_size: of how many events, in their order, a step has those to train on.
         stores_only: whether events to train on are stored without training, save those of which a negative was
             trained on: that is corrected.
     """
@@ -88,6 +94,7 @@ def decided_batch(
             corrects=trained & (early != Early.PLAIN),
         ),
         relabelled=_of(columns, relabelled),
+        ends=np.cumsum(trained)[np.array(step_ends(len(ready), step_size)) - 1].tolist(),
     )
 
 

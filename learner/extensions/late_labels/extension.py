@@ -36,7 +36,7 @@ from anabranch.learner.extensions.late_labels.stream_times import (
 )
 from anabranch.learner.status.report import LabelReport
 from anabranch.learner.stream.batch import Batch, Decided
-from anabranch.learner.stream.batches import MOST_LATE, PATIENCE
+from anabranch.learner.stream.batches import MOST_STEPS, PATIENCE
 from anabranch.learner.stream.lag import LagPolicy
 from anabranch.learner.stream.ledger import Ledger
 
@@ -49,8 +49,7 @@ _TIMED_OUT, _HELD_OUT, _STORED_ONLY = (
     np.uint8(outcome) for outcome in (Outcome.TIMED_OUT, Outcome.HELD_OUT, Outcome.STORED_ONLY)
 )
 """Outcomes of events that timed out, and were used as negatives then. Comparisons with the enumerations are slow."""
-_PARTS = 32
-"""A batch has at most 1 / `_PARTS` of the events that the join has space for."""
+_NON_FINITE = np.uint8(SkipReason.NON_FINITE)
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ log = logging.getLogger(__name__)
 class LateLabels(Extension):
     """The join, attached to the loop. The loop's thread calls its methods, save `problem` and `warning`.
 
-    Only `settle` changes the join, after the step: until then a step can be given up as if it had not been.
+    Only `settle` changes the join, after the round: until then it can be given up as if it had not been.
     """
 
     name = "late"
@@ -102,14 +101,10 @@ class LateLabels(Extension):
         self._advance_at = 0.0
         self._ledger = Ledger()
         self._lags = LabelLags()
-        early = settings.early != "none"
-        self.most_late = self._most_late = min(
-            step_size if early else MOST_LATE, max(1, self.join.payload.slots // _PARTS)
-        )
-        self.arrivals = ArrivalPredictions(
-            self.join, self._held_out, predictor, lag, step_size if early else 0, self._clock
-        )
+        early_size = step_size if settings.early != "none" else 0
+        self.arrivals = ArrivalPredictions(self.join, self._held_out, predictor, lag, early_size, self._clock)
         """The extension that comes next to this one."""
+        self._most_late = self.arrivals.most_late(MOST_STEPS)
         self._oldest: dict[int, int] = {}
         """By index of the partition, an offset before which no event waits and no label is open: the first of these, as
         last searched."""
@@ -124,10 +119,10 @@ class LateLabels(Extension):
         ledger.first_open = self._first_open
 
     @override
-    def next(self, source: BlockReader, stop: threading.Event, of_stream: NextBatch) -> Batch | None:
+    def next(self, source: BlockReader, stop: threading.Event, of_stream: NextBatch, steps: int) -> Batch | None:
         self._advance(source.partitions, source.ends_time)
         source.hold(self.ahead)
-        decided = self._decided(source.partitions)
+        decided = self._decided(source.partitions, steps)
         if decided is not None:
             return decided
         if self._full:
@@ -137,8 +132,8 @@ class LateLabels(Extension):
             return None
         return of_stream(stop)
 
-    def _decided(self, partitions: Sequence[Partition]) -> Batch | None:
-        """Return the next events whose fate is decided, as the batch of a step; None while there are too few.
+    def _decided(self, partitions: Sequence[Partition], steps: int) -> Batch | None:
+        """Return the next events whose fate is decided, of `steps` full steps at most; None while there are too few.
 
         Fewer than a full step are returned when the first of them has waited for `max_delay`, and when there is no room
         for events of the stream.
@@ -151,13 +146,14 @@ class LateLabels(Extension):
         if ready < self._step_size and now < since + self._max_delay and not self._full:
             return None
         self._ready_since = None
-        taken = self.join.take(self._step_size)
+        size = self._step_size
+        taken = self.join.take(size * max(1, min(steps, ready // size)))
         if taken is None:
             return None
         labelled = (taken.resolution != Resolution.TIMED_OUT) & ~taken.damaged
         self._lags.add(taken.waited_ms[labelled])
         held_out = self._held_out.of(taken.columns, partitions)
-        return decided_batch(taken, self._settings, held_out, stores_only=self._lag.stores_only)
+        return decided_batch(taken, self._settings, held_out, size, stores_only=self._lag.stores_only)
 
     @property
     def _full(self) -> bool:
@@ -169,21 +165,18 @@ class LateLabels(Extension):
         self.join.put_back()
 
     @override
-    def settle(self, batch: Batch, *, finite: bool) -> None:
+    def settle(self, batch: Batch) -> None:
         """Count how the decided events of a batch ended, remove them from the join, and add events and labels that have
         come; called once the ledger has moved.
-
-        `finite`: whether the step was taken. If not, corrections of negatives are in another step once more: without
-        them the negatives would stay.
         """
         for span in batch.spans:
             self._times.add(span.columns)
         if batch.decided is not None:
-            self._end(batch.decided, finite=finite)
-            if not batch.new:  # no step has observed their scores
+            self._end(batch.decided)
+            if not batch.new:  # no round has observed their scores
                 self.arrivals.unobserved += self.arrivals.scores_of(batch.decided)
         if batch.waiting:
-            self.arrivals.let_wait(batch, finite=finite)
+            self.arrivals.let_wait(batch)
             self._add_oldest(batch.waiting)
         if batch.labels:
             keys = {"key_hash": batch.labels[self.join.column]}
@@ -281,17 +274,17 @@ class LateLabels(Extension):
             self.arrivals.unobserved = Scored(**state["unobserved"])
             self._end_erased()
 
-    def _end(self, decided: Decided, *, finite: bool) -> None:
-        outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
-        corrects = decided.corrects & decided.span.trained
-        again = np.zeros(len(corrects), np.bool_)
-        for row in np.flatnonzero(corrects).tolist():
+    def _end(self, decided: Decided) -> None:
+        # Corrections whose step was not finite are in another step once more: without them the negatives would stay.
+        not_finite = np.asarray(decided.span.columns["reason"] == _NON_FINITE)
+        again = np.zeros(len(not_finite), np.bool_)
+        for row in np.flatnonzero(decided.corrects & (decided.span.trained | not_finite)).tolist():
             name = tuple(int(decided.span.columns[part][row]) for part in ("partition", "offset", "row"))
-            again[row] = not finite and name not in self._repeated
+            again[row] = not_finite[row] and name not in self._repeated
             (self._repeated.add if again[row] else self._repeated.discard)(name)
         decided.ended[again] = False
-        self._ledger.end(decided, outcome, reason)
-        ends, stored = decided.ends(outcome), decided.span.columns["outcome"] == _STORED_ONLY
+        self._ledger.end(decided, Outcome.TRAINED)
+        ends, stored = decided.ends(Outcome.TRAINED), decided.span.columns["outcome"] == _STORED_ONLY
         self.join.settle((ends == _TIMED_OUT) | (ends == _HELD_OUT) | stored, stored=stored, again=again)
 
     def _add_oldest(self, columns: Mapping[str, Array]) -> None:

@@ -138,7 +138,7 @@ class OneBlock:
 
 def test_waiting_events_and_labels_are_columns_of_their_own_and_end_a_batch(schema):
     outcomes = [Outcome.WAITING, Outcome.LABEL, Outcome.PENDING, Outcome.DEAD_LETTERED] * 25
-    batches = Batches(late(schema, outcomes), 100, LONG, most_late=20)
+    batches = Batches(late(schema, outcomes), 100, LONG, most_late=lambda _steps: 20)
     first, second = next_of(batches), next_of(batches)
     assert first.waiting["offset"].tolist() == list(range(0, 40, 4))
     assert first.labels["offset"].tolist() == list(range(1, 40, 4))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
-from anabranch.ingest.events.block import Block, Coverage, Outcome
+from anabranch.ingest.events.block import Block, Coverage, Outcome, SkipReason
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.reader.cursors import Partition
@@ -138,6 +138,37 @@ def test_batches_are_full_and_do_not_depend_on_the_order_of_blocks(schema, sizes
     assert len(found) == sum(labelled) // size
     for batch in found:
         assert events(batch) == sorted(events(batch))
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_step_with_a_tombstone_is_a_batch_and_the_steps_of_each_are_those_that_come_one_by_one(schema, steps):
+    class Tombstones(Topic):
+        @override
+        def poll(self, timeout):
+            block = super().poll(timeout)
+            if block is not None:
+                columns, erases = block.columns, np.isin(block.columns["offset"], [14, 15, 40])
+                columns["outcome"][erases], columns["reason"][erases] = Outcome.SKIPPED, SkipReason.TOMBSTONE
+            return block
+
+    def batches(most):
+        topic = Tombstones(schema, [60, 60], [(0, 20), (1, 60), (0, 40)])
+        robin, found = RoundRobin(topic, 6, topic.settled), []
+        robin.round = most
+        while (batch := robin.next(threading.Event())) is not None:
+            erases = any((span.columns["reason"] == SkipReason.TOMBSTONE).any() for span in batch.spans)
+            found.append(([step.new["offset"].tolist() for step in batch.steps()], erases, robin.state()))
+        return found
+
+    one, several = batches(1), batches(steps)
+    assert [step for each, *_ in several for step in each] == [each[0] for each, *_ in one]
+    turns, taken = [turn for *_, turn in one], 0
+    for each, erases, turn in several:
+        taken += len(each)
+        assert turn == turns[taken - 1], "of a checkpoint after this batch"
+        assert len(each) == 1 or not erases
+    assert {erases for _, erases, _ in several} == {True, False}
+    assert max(len(each) for each, *_ in several) == steps
 
 
 def test_the_partitions_take_turns_also_from_batch_to_batch(schema):

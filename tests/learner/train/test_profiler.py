@@ -23,6 +23,11 @@ def test_one_window_is_written_and_no_more(tmp_path):
     assert names.count("aten::matmul") == 4
 
 
+def test_a_window_has_whole_rounds(tmp_path):
+    run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), [1, 2, 9, 12, 17, 20])
+    assert [trace.name for trace in (tmp_path / "traces").iterdir()] == ["steps-9-17.json"]
+
+
 def test_a_window_that_is_over_or_cut_short_is_not_written(tmp_path):
     run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(10, 20))
     run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(5))

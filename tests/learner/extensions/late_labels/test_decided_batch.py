@@ -46,11 +46,14 @@ def ready(resolutions, labels, early=(), taken_back=(), stored=(), damaged=0, *,
     )
 
 
+STEP = 4
+
+
 def decide(events, held_out=(), *, stores_only=False, **settings):
     """Return the batch of events; those with the offsets `held_out` would be held out."""
     labels = LabelStreamSettings.model_validate({"topics": ["labels"], "wait": "1h", **settings})
     held = np.isin(np.arange(len(events)), held_out)
-    return decided_batch(events, labels, held, stores_only=stores_only)
+    return decided_batch(events, labels, held, STEP, stores_only=stores_only)
 
 
 def offsets(columns):

@@ -102,6 +102,7 @@ class Learner:
         for name in NAMES:
             self.ledger.add_partition(name, 0)
         self.learned: list[tuple[int, str, int]] = []
+        self.rounds = 0
         """All that was learned or ended: offset, what, label."""
         self.most_kept = 0
         self.late = self.link()
@@ -159,14 +160,15 @@ class Learner:
         identity["outcome"] = np.full(len(offsets), Outcome.LABEL if topic else Outcome.WAITING, np.uint8)
         positions = {topic: Position(begin + len(offsets))}
         span = Span(identity, np.zeros(len(offsets), np.bool_), positions, {}, {}, {})
-        self.finish(self.late.arrivals.before_step(Batch({}, {}, {}, [span], **columns), []))
+        self.finish(self.late.arrivals.before_round(Batch({}, {}, {}, [span], **columns), []))
         return True
 
     def step(self):
-        """Take a step on decided events, if there are any."""
-        batch = self.late._decided([])
+        """Take a round of one to three steps on decided events, if there are any."""
+        self.rounds += 1
+        batch = self.late._decided([], 1 + self.rounds % 3)
         if batch is not None:
-            self.finish(self.late.arrivals.before_step(batch, []))
+            self.finish(self.late.arrivals.before_round(batch, []))
         return batch is not None
 
     def finish(self, batch):
@@ -183,7 +185,7 @@ class Learner:
                 decided.span.columns["offset"], decided.ends(Outcome.TRAINED), decided.label, decided.ended, strict=True
             )
             self.learned += [(int(at), Outcome(int(how)).name, int(label)) for at, how, label, ends in ended if ends]
-        self.late.settle(batch, finite=True)
+        self.late.settle(batch)
         self.ledger.count()
 
     def advance(self, ends=None):
@@ -258,7 +260,7 @@ def kills(learner):
     learner.wall = BEGIN_MS / 1000 + 100 * WAIT_MS / 1000
     for turn in itertools.count():
         learner.advance()
-        read = [learner.read(int(random.integers(2)), int(random.integers(1, STEP + 1)))]
+        read = [learner.read(int(random.integers(2)), int(random.integers(1, 3 * STEP)))]
         if random.random() < 0.5:
             read.append(learner.step())
         if turn % 7 == 3:
