@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-PACKAGE | check | docs | bench | faults | fmt: each makes .venv first, when it is missing or stale.
+# make demo | test | test-fast | test-PACKAGE | check | docs | bench | gpu | faults | fmt: each makes .venv first, when it is missing or stale.
 #
 #   ARGS='...'          goes to the demo, to pytest, to the benchmarks or to the faults
 #   JOBS=1              runs so many tests at once; as many as there are cores by default, and for `make test` two more,
@@ -35,7 +35,7 @@ CORES = $$(getconf _NPROCESSORS_ONLN)
 PYTEST_FAST = $(call IN_MEMORY,$(or $(JOBS),$(CORES))) -m '$(FAST)' --durations=10 --durations-min=1
 
 .NOTPARALLEL:
-.PHONY: help demo test test-fast $(PARTS) check docs bench faults fmt screenshot clean again
+.PHONY: help demo test test-fast $(PARTS) check docs bench gpu faults fmt screenshot clean again
 
 help:
 	@echo "make demo    the whole pipeline on this machine, with embedded parts and real data"
@@ -45,6 +45,7 @@ help:
 	@echo "make check   lint, format, types, import layers and words"
 	@echo "make docs    the docs site, into site/"
 	@echo "make bench   every benchmark and the faults, in their quick forms; it prints how long each takes"
+	@echo "make gpu     on a CUDA device: its tests and each of its figures in ten minutes, and which targets are met"
 	@echo "make faults  what kills, malformed messages and overload cost, in its long form"
 	@echo "make fmt     format the code"
 	@echo "make screenshot   the README's pictures of the dashboard, from a demo of two minutes; needs Chromium"
@@ -76,6 +77,9 @@ docs: .venv/.dev
 
 bench: .venv/.dev
 	@.venv/bin/python -m benchmarks --quick $(ARGS)
+
+gpu: .venv/.dev
+	@.venv/bin/python -m benchmarks.gpu --tests --minutes 10 --save $(ARGS)
 
 faults: .venv/.dev
 	@.venv/bin/python -m tests.faults $(ARGS)

@@ -1,13 +1,20 @@
 """What runs on GPU machines: the tests for them, and the benchmark. Both are proven here as far as a CPU can."""
 
+import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu
+from benchmarks.gpu import TARGETS
+from benchmarks.harness.results import Form, Results
 from tests import forkserver
 
 pytestmark = pytest.mark.process
@@ -65,6 +72,50 @@ def test_the_benchmark_ends_with_one_sentence_where_there_is_no_device():
     assert done.stderr == "benchmarks.gpu needs a CUDA device, and torch sees none on this machine\n"
 
 
+def verdicts(said):
+    """Return the keys and the verdicts of the table at the end."""
+    *_, table = said.partition("\ntargets\n")
+    return [(line.split()[0], re.split(r"[<>]= [0-9.e-]+ +", line)[1]) for line in table.splitlines()]
+
+
+def test_a_table_says_of_each_target_whether_it_was_met_missed_or_not_measured(capsys):
+    results = Results("gpu", TARGETS)
+    results.add("mlp_step_over_plain", 1.6)
+    results.add("saving_cost_fraction", 0.07)
+    results.add("mlp_steps_per_second_plain", 500.0)
+    results.table()
+    said = verdicts(capsys.readouterr().out)
+    assert said[:3] == [
+        ("mlp_step_over_plain", "met"),
+        ("convnet_step_over_plain", "not measured"),
+        ("saving_cost_fraction", "MISSED"),
+    ]
+    assert [key for key, _ in said] == list(TARGETS)
+
+
+def failing(_results, _bench):
+    raise SystemExit("the learner ended")
+
+
+def lasting(_results, _bench):
+    signal.raise_signal(signal.SIGALRM)  # as at the end of the time
+
+
+def test_a_part_that_fails_or_takes_too_long_leaves_the_figures_of_the_others(tmp_path, monkeypatch, capsys):
+    parts = {name: lambda results, _, name=name: results.add(name, 1.0) for name in ("first", "second")}
+    monkeypatch.setattr(gpu, "PARTS", {"fails": failing, "lasts": lasting, **parts})
+    chosen = argparse.Namespace(only=None, json=None, save=tmp_path, form=Form.LONG)
+    results = Results("gpu", TARGETS)
+    assert not gpu.run_parts(results, None, chosen, time.monotonic() + 3600)
+    assert gpu.run_parts(results, None, chosen, time.monotonic())
+    said = capsys.readouterr()
+    assert "the learner ended" in said.err
+    left_out = [line.split()[-1] for line in said.out.splitlines() if "no time was left" in line]
+    assert left_out == ["lasts", "fails", "lasts", "first", "second"]
+    (line,) = (tmp_path / "gpu.jsonl").read_text().splitlines()
+    assert [figure["key"] for figure in json.loads(line)["figures"]] == ["first", "second"]
+
+
 @pytest.mark.slow
 def test_each_part_of_the_benchmark_runs_on_a_cpu(tmp_path):
     path = tmp_path / "figures.json"
@@ -72,3 +123,6 @@ def test_each_part_of_the_benchmark_runs_on_a_cpu(tmp_path):
     done = forkserver.run(arguments, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=170)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert json.loads(path.read_text()).keys() >= FIGURES
+    begun = [line.partition(":")[0] for line in done.stdout.splitlines() if re.match(r"[a-z]+: ", line)]
+    assert list(dict.fromkeys(begun)) == list(gpu.PARTS)
+    assert {verdict for key, verdict in verdicts(done.stdout) if key in FIGURES} <= {"met", "MISSED"}

@@ -103,7 +103,9 @@ class ServerProcess:
     def __enter__(self) -> "ServerProcess":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # it may not answer, or there may be no time left
+            self._process.kill()
         with contextlib.suppress(OSError):  # a forked process has this end too, and reads no end of file
             self._ours.send(None)
         self._ours.close()

@@ -132,6 +132,16 @@ class Results:
         """Keys whose target was missed."""
         return [figure.key for figure in self._figures if figure.met is False]
 
+    def table(self) -> None:
+        """Print a line for each target: met, missed or not measured."""
+        print("\ntargets", flush=True)
+        values = {figure.key: figure for figure in self._figures}
+        for key, target in self._targets.items():
+            figure = values.get(key)
+            value = "" if figure is None or figure.value is None else short(figure.value)
+            verdict = "not measured" if figure is None else "met" if figure.met else "MISSED"
+            print(f"  {key:38} {value:>9} {target!s:9} {verdict}", flush=True)
+
     def fact(self, key: str, value: float | bool | str | None) -> None:
         """Save a value that is not a figure; it is not printed."""
         self._flat[key] = self._facts[key] = value
@@ -145,10 +155,11 @@ class Results:
             path = options.save / f"{self._benchmark}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-            self._saved = len(lines) if self._saved is None else self._saved
+            if self._saved is None:
+                self._saved = len(lines)
+                print(f"\nsaved in {path}", flush=True)
             lines[self._saved : self._saved + 1] = [json.dumps(self.document(options), allow_nan=False) + "\n"]
             path.write_text("".join(lines), encoding="utf-8")
-            print(f"\nsaved in {path}")
 
     def document(self, options: argparse.Namespace) -> dict[str, Any]:
         """Return what `--save` writes."""
