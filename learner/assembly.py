@@ -17,7 +17,6 @@ from pkgutil import resolve_name
 
 from prometheus_client import CollectorRegistry
 
-from anabranch.core.errors import SettingsError
 from anabranch.core.failures import away_is_dependency, state_errors
 from anabranch.core.shutdown import Deadline, hard_stop_after
 from anabranch.core.start_report import start_does
@@ -29,10 +28,10 @@ from anabranch.ingest.reader.reader import BlockReader
 from anabranch.learner.checkpoints.background_erasure import BackgroundErasure
 from anabranch.learner.checkpoints.checkpointer import Checkpointer
 from anabranch.learner.checkpoints.erasure import Erasure
-from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
+from anabranch.learner.checkpoints.format import Checkpoints
 from anabranch.learner.checkpoints.part_formats import WAITING_EVENTS
 from anabranch.learner.checkpoints.parts import StorePart
-from anabranch.learner.checkpoints.resume import ResumePoint, check_history_is_read, resume_point
+from anabranch.learner.checkpoints.resume import ResumePoint, check_stream, resume_point
 from anabranch.learner.device.cuda_limits import confined, prepare_cuda, using_device
 from anabranch.learner.device.speed_check import time_product
 from anabranch.learner.device.visible_devices import leave_out_unusable
@@ -91,7 +90,6 @@ from anabranch.learner.status.status_server import serve_status
 from anabranch.learner.step.loop_state import LoopComponents, LoopMetrics
 from anabranch.learner.step.replay_feed import make_feed
 from anabranch.learner.stream.lag import LagPolicy
-from anabranch.learner.stream.partition_ledger import PartitionLedger
 from anabranch.learner.train.build import build_training_setup
 from anabranch.learner.train.micro_batches import StepHooks
 from anabranch.learner.train.out_of_memory import MemoryRetry, oom_warning
@@ -312,7 +310,7 @@ class Assembly:
             fetching = fetching_checkpoints(self._storage, checkpoints, self._while_fetching)
             with away_is_dependency(_AWAY.format(checkpoints.location)), fetching as fetch_newer:
                 resumed = resume_point(checkpoints, written, fetch_newer)
-            check_history_is_read(spec.stream, resumed.found)
+            check_stream(spec.stream, resumed.found)
             retry = MemoryRetry(self.setup.device, self.stop, (self._send_keepalive,))
             store = retry(lambda: resumed.store(spec, self.setup, self._row_groups, self._secret))
         # Two threads must not launch work on Metal at once.
@@ -446,7 +444,6 @@ class Assembly:
         `[stream.labels]`."""
         spec, setup, settings = self.spec, self.setup, self.spec.stream.labels
         if settings is None:
-            check_nothing_waits(resumed.found)
             return None
         part = open_join(
             settings,
@@ -734,17 +731,6 @@ def build_gate(
 def _own(state: RegistryState) -> RegistryState:
     """Return what the servers of this host serve: there are no others."""
     return state
-
-
-def check_nothing_waits(found: tuple[int, Checkpoint] | None) -> None:
-    """Raise SettingsError where a checkpoint has events that wait for labels, and none come any more."""
-    accounts = [] if found is None else [PartitionLedger.from_state(state) for state in found[1].state["ledger"]]
-    waiting = sum(account.waiting for account in accounts)
-    if found is not None and waiting:
-        raise SettingsError(
-            f"checkpoint {found[0]} has {waiting} events that wait for their labels, and there is no [stream.labels]; "
-            "put it back, or move the checkpoints away to start again"
-        )
 
 
 def follow_leader(deployment: PipelineSettings, stop: threading.Event, assignment: RankAssignment) -> None:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anabranch.core.errors import SettingsError
-from anabranch.core.preflight import Finding, check_address, ok, problem, warning
+from anabranch.core.preflight import Finding, check_address, info, ok, problem, warning
 from anabranch.core.settings import uuids_in
+from anabranch.ingest.events.schema import Schema
 from anabranch.learner.device.visible_devices import VISIBLE, machine_devices, visible_devices
+from anabranch.learner.settings.pipeline import PipelineSettings
+from anabranch.learner.versions.format import Versions
 from anabranch.serving.http.listening_socket import load_certificate
 from anabranch.serving.reporting.report import read_report
-from anabranch.serving.settings import ServingSettings, TlsSettings
+from anabranch.serving.rollout.eligibility import misfit, requirements_of
+from anabranch.serving.settings import ServingSettings, TlsSettings, check_versions_from
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +34,46 @@ def check_port(serving: ServingSettings, status: str, state_dir: Path) -> Iterat
     if f"{host}:{port}" == re.sub(r"[\[\]]", "", status) and port:
         fix = "Set serving.port or learner.status to another port."
         yield problem("port.clash", f"serving.port and learner.status are both {host}:{port}.", fix)
-    yield from check_address("serving.port", "serving.host", host, port, read_report(state_dir))
+    for key, number in (("serving.port", port), ("serving.grpc_port", serving.grpc_port)):
+        if number is not None:
+            yield from check_address(key, "serving.host", host, number, read_report(state_dir))
+
+
+def check_versions(settings: PipelineSettings, serving: ServingSettings) -> Iterator[Finding]:
+    """Whether the newest version is whole and one that serving takes, and serving reads them where they are written."""
+    try:
+        check_versions_from(serving, settings.storage)
+    except SettingsError as exc:
+        what, _, fix = str(exc).rpartition(": ")
+        yield problem("version.nowhere", f"{what}.", f"{fix[:1].upper()}{fix[1:]}.")
+        return
+    versions = Versions(settings.state_dir / "versions")
+    needed = requirements_of(Schema(settings.events), settings.model)
+    if not (numbers := versions.numbers()):
+        yield ok("There is no version yet.")
+        return
+    number = numbers[-1]
+    try:
+        manifest = versions.manifest(number)
+        for name in manifest.files:
+            versions.checked(manifest, name)
+        versions.checked_base(manifest)
+    except (SettingsError, OSError) as exc:
+        if number not in versions.numbers():
+            yield ok(f"The learner has just replaced version {number}.")
+            return
+        fix = f'Nothing, serving takes none such; see "anabranch versions show {number}".'
+        yield warning("version.damaged", f"The newest version is damaged: {exc}.", fix)
+        return
+    why = misfit(manifest, needed)
+    if why is None:
+        yield ok(f"The newest version, {number}, is whole and of this schema.")
+    elif manifest.schema != needed.schema:
+        fix = "Nothing, when [schema] was changed on purpose: serving waits for newer ones."
+        yield info("version.schema", f"Serving does not take the newest version, {number}: {why}.", fix)
+    else:
+        fix = "Put [model] back, or let the learner publish a version of it."
+        yield warning("version.model", f"Serving does not take the newest version, {number}: {why}.", fix)
 
 
 def check_tls(tls: TlsSettings, folder: Path) -> Iterator[Finding]:

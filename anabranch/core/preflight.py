@@ -1,15 +1,15 @@
 """What a check before a start finds. Checks are next to the code that would fail; `doctor` runs all of them."""
 
 import contextlib
-import errno
 import importlib
-import socket
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
 import msgspec
 
 from anabranch.core.die_with_parent import lives
+from anabranch.core.errors import SettingsError
+from anabranch.core.net import TakenError, listen
 
 Level = Literal["ok", "info", "warning", "problem"]
 
@@ -80,27 +80,16 @@ def check_address(key: str, host_key: str, host: str, port: int, report: _OfProc
         port: 0 takes a free one.
         report: of the process that listens there; None: none has run.
     """
-    fault = _bind_fault(host, port)
-    if fault is None:
-        yield ok(f"{key}: {host}:{port} can be listened on.")
-    elif fault.errno == errno.EADDRINUSE and report is not None and lives(report.pid):
-        yield ok(f"{key}: {host}:{port} is held by this pipeline's own process {report.pid}.")
-    elif fault.errno == errno.EADDRINUSE:
+    try:
+        listen(key, host_key, host, port).close()  # as the start does
+    except TakenError:
+        if report is not None and lives(report.pid):
+            yield ok(f"{key}: {host}:{port} is held by this pipeline's own process {report.pid}.")
+            return
         fix = f"Stop the program that has it, or set {key} to another port."
         yield problem("port.taken", f"{key}: another program listens on {host}:{port}.", fix)
+    except SettingsError as exc:
+        wrong = str(exc).partition(" = ")[0]
+        yield problem("port.address", f"{exc}.", f"Set {wrong} to an address of this machine and a port above 1023.")
     else:
-        wrong = key if fault.errno == errno.EACCES else host_key
-        fix = f"Set {wrong} to an address of this machine and a port above 1023."
-        yield problem("port.address", f"{key}: {host}:{port} cannot be bound: {fault.strerror}.", fix)
-
-
-def _bind_fault(host: str, port: int) -> OSError | None:
-    """Return why an address cannot be bound; bound as servers bind it, and closed."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as exc:
-        return exc
-    return None
+        yield ok(f"{key}: {host}:{port} can be listened on.")

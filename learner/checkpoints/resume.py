@@ -150,6 +150,7 @@ def check_base(checkpoints: Checkpoints, number: int, checkpoint: Checkpoint) ->
 
 def try_newest(
     state_dir: Path,
+    stream: StreamSettings,
     setup: TrainingSetup,
     restore: Callable[[Mapping[str, Mapping[str, Tensor]], Mapping[str, Any]], object],
 ) -> None:
@@ -158,7 +159,7 @@ def try_newest(
     One that is of another schema, or damaged, or has just been replaced by a learner is left alone.
 
     Raises:
-        SettingsError: it is of another model, optimizer, strategy or release.
+        SettingsError: it is of another model, optimizer, strategy or release, or `[stream]` would not go on with it.
     """
     checkpoints = Checkpoints(state_dir / "checkpoints", setup.schema.digest, 0)
     checkpoints.base = base_digest(setup.model)
@@ -173,18 +174,29 @@ def try_newest(
     check_base(checkpoints, manifest.number, checkpoint)
     if setup.strategy.kind.replays and "replay" in checkpoint.tensors:
         check_columns(manifest.number, checkpoint, setup.kept_outputs, setup.settings.strategy.name)
+    if "ledger" in checkpoint.state:
+        check_stream(stream, (manifest.number, checkpoint))
     with contextlib.suppress(OSError, DamagedError):
         restore(checkpoint.tensors, checkpoint.state["trainer"])
 
 
-def check_history_is_read(stream: StreamSettings, found: tuple[int, Checkpoint] | None) -> None:
-    """Raise SettingsError where a checkpoint has files that are not read to their end, and nobody would read them."""
-    if stream.backfill is not None or found is None:
+def check_stream(stream: StreamSettings, found: tuple[int, Checkpoint] | None) -> None:
+    """Raise SettingsError where a checkpoint has what `[stream]` would not go on with.
+
+    It has files that are not read to their end, or events that wait for labels, and the section is gone.
+    """
+    if found is None:
         return
     accounts = [PartitionLedger.from_state(state) for state in found[1].state["ledger"]]
+    waiting = sum(account.waiting for account in accounts)
+    if waiting and stream.labels is None:
+        raise SettingsError(
+            f"checkpoint {found[0]} has {waiting} events that wait for their labels, and there is no [stream.labels]; "
+            "put it back, or move the checkpoints away to start again"
+        )
     files = [account for account in accounts if account.name.history]
     unread = [account for account in files if account.position.offset < rows_of(account.mark)]
-    if unread:
+    if unread and stream.backfill is None:
         raise SettingsError(
             f"checkpoint {found[0]} has {len(unread)} of {len(files)} files of the history that are not read to their "
             "end, and there is no [stream.backfill]; put it back until all are read, or move the checkpoints away to "

@@ -171,7 +171,7 @@ class ModelTrial:
             trainer = Trainer(replace(setup, device=cpu, precision=_FULL, loss_wrappers=()))
             self._send("restoring the newest checkpoint")
             self._kind = "checkpoint.misfit"
-            try_newest(pipeline.state_dir, setup, trainer.restore)
+            try_newest(pipeline.state_dir, pipeline.stream, setup, trainer.restore)
         except SettingsError as exc:
             if device.type != "cpu" and failure_of(exc) is Failure.MEMORY:
                 raise

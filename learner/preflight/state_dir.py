@@ -6,15 +6,20 @@ And two small checks of `[learner]`.
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from anabranch.core.errors import SettingsError
 from anabranch.core.files import existing_folder, used_bytes
 from anabranch.core.preflight import Finding, check_address, info, ok, problem, warning
 from anabranch.core.sizes import size_text
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.checkpoints.format import Checkpoints
+from anabranch.learner.errors import MisfitError
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.state_dir.disk_space import disk_space
@@ -68,6 +73,31 @@ def check_replicas(learner: LearnerSettings) -> Iterator[Finding]:
                 shown = f'"{value}"' if isinstance(value, str) else value
                 fix = f"Take learner.{key} out, or raise learner.replicas."
                 yield info("learner.alone", f"learner.{key} = {shown} has no effect with one replica.", fix)
+
+
+def check_checkpoints(settings: PipelineSettings) -> Iterator[Finding]:
+    """Whether the newest checkpoint is whole, and of this release and schema; `try_newest` tries what is in it."""
+    checkpoints = Checkpoints(settings.state_dir / "checkpoints", Schema(settings.events).digest, sys.maxsize)
+    if not (numbers := checkpoints.by_age()):
+        yield ok("There is no checkpoint yet.")
+        return
+    number, location = numbers[-1], checkpoints.location
+    try:
+        manifest = checkpoints.manifest(number)
+        for name in manifest.files:
+            checkpoints.checked(manifest, name)
+        checkpoints.check(manifest)
+    except MisfitError as exc:
+        fix = f"Put [schema] back, or move {location} away to start again."
+        yield problem("checkpoint.schema", f"{str(exc).rpartition('; ')[0]}.", fix)
+    except (SettingsError, OSError) as exc:
+        if number not in checkpoints.numbers():
+            yield ok(f"The learner has just replaced checkpoint {number}.")
+            return
+        fix = f"Nothing, when an older checkpoint is whole; else move {location} away to start again."
+        yield warning("checkpoint.damaged", f"The newest checkpoint is damaged: {exc}.", fix)
+    else:
+        yield ok(f"The newest checkpoint, {number}, is whole and of this schema.")
 
 
 def _check_file(file: IO[bytes], folder: Path) -> Iterator[Finding]:

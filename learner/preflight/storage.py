@@ -1,6 +1,7 @@
 """The object store of `[storage]`: whether it answers, can be written, and compares before it replaces."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from anabranch.core.errors import SettingsError
@@ -9,6 +10,7 @@ from anabranch.core.object_store.conditional_writes import UnconditionalWritesEr
 from anabranch.core.preflight import Finding, info, ok, problem
 from anabranch.learner.errors import StorageError
 from anabranch.learner.object_storage.head import HeadReader
+from anabranch.learner.object_storage.opening import check_state_is_here
 from anabranch.learner.settings.storage import StorageSettings
 
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
@@ -16,9 +18,14 @@ _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 _LOCAL = ("file", "memory")
 
 
-def check_storage(settings: StorageSettings | None) -> Iterator[Finding]:
-    """Read the head, then write, replace, list and delete a separate object."""
+def check_storage(settings: StorageSettings | None, state_dir: Path) -> Iterator[Finding]:
+    """Read the head, then write, replace, list and delete a separate object; without a store, the state is here."""
     if settings is None:
+        try:
+            check_state_is_here(state_dir)
+        except SettingsError as exc:
+            what, _, fix = str(exc).partition(": ")
+            yield problem("storage.left", f"{what}.", f"{fix[:1].upper()}{fix[1:]}.")
         return
     try:
         bucket = settings.quick_bucket

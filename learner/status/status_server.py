@@ -24,8 +24,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from anabranch.core.errors import SettingsError
-from anabranch.core.net import names_loopback
+from anabranch.core.net import bind_error, names_loopback
 from anabranch.core.tokens import bearer_token, is_token
 
 _MOST_CONNECTIONS = 16
@@ -218,7 +217,7 @@ def serve_status(
         kind = _Server6 if ":" in host else _Server
         server = make_server(host.strip("[]"), int(port), application, kind, _QuietHandler)
     except OSError as exc:
-        raise SettingsError(f'learner.status = "{address}" cannot be bound: {exc.strerror or exc}') from exc
+        raise bind_error("learner.status", "learner.status", host, int(port), exc) from exc
     server.answer_livez(hang, any_host=bool(token))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="status", daemon=True)
     thread.start()

@@ -1,6 +1,5 @@
 """The socket that serving listens on. Loads neither torch nor the web framework."""
 
-import errno
 import logging
 import os
 import socket
@@ -10,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.net import TakenError, listen
 from anabranch.core.start_report import start_does
 from anabranch.serving.settings import ServingSettings, TlsSettings
 
@@ -19,39 +19,6 @@ BACKLOG = 2048
 UNTIL_GONE = timedelta(seconds=5)
 """How long the server of a new supervisor waits for the port: that of one that was killed has just begun to end."""
 _POLL_SECONDS = 0.05
-
-
-class TakenError(SettingsError):
-    """Another program listens on the port."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        TakenError: another program has the port.
-        SettingsError: the address cannot be bound; the sentence names the key to change.
-    """
-    try:
-        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-        family, kind, protocol, _, address = addresses[0]
-        listener = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only where the protocol is named
-    except OSError as exc:
-        raise SettingsError(f'serving.host = "{host}" cannot be bound: {exc.strerror}') from exc
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as exc:
-        listener.close()
-        if exc.errno == errno.EADDRINUSE:
-            raise TakenError(
-                f"serving.port = {port} is taken on {host}: stop the program that has it, "
-                "or choose another port (0 takes a free one)"
-            ) from exc
-        key = f"serving.port = {port}" if exc.errno == errno.EACCES else f'serving.host = "{host}"'
-        raise SettingsError(f"{key} cannot be bound: {exc.strerror}") from exc
-    return listener
 
 
 def load_certificate(tls: TlsSettings, folder: Path) -> ssl.SSLContext | None:
@@ -76,12 +43,16 @@ def load_certificate(tls: TlsSettings, folder: Path) -> ssl.SSLContext | None:
 
 
 def listen_patiently(host: str, port: int, patience: timedelta) -> socket.socket:
-    """Return a listening socket; wait up to `patience` for a port that processes of a killed one still hold."""
+    """Return a listening socket; wait up to `patience` for a port that processes of a killed one still hold.
+
+    Raises:
+        SettingsError: the address cannot be bound; the sentence names the key to change.
+    """
     deadline = time.monotonic() + patience.total_seconds()
     waits = False
     while True:
         try:
-            return listen(host, port)
+            return listen("serving.port", "serving.host", host, port, BACKLOG)
         except TakenError:
             if time.monotonic() >= deadline:
                 raise

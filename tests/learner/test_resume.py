@@ -22,7 +22,7 @@ from anabranch.ingest.reader.cursors import Partition
 from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.learner.assembly import learn
 from anabranch.learner.checkpoints.format import RANK, Checkpoint, Checkpoints
-from anabranch.learner.checkpoints.resume import ResumePoint, check_history_is_read
+from anabranch.learner.checkpoints.resume import ResumePoint, check_stream
 from anabranch.learner.errors import CheckpointError
 from anabranch.learner.object_storage.opening import holder_of, lease_storage, record_mode
 from anabranch.learner.settings.learner import DeviceSharingSettings, LearnerSettings
@@ -391,11 +391,11 @@ def test_the_history_may_be_removed_from_the_settings_once_it_is_read(identity, 
         return 7, SimpleNamespace(state={"ledger": [each.state() for each in (*accounts, events)]})
 
     without = StreamSettings.model_validate({"topics": ["events"]})
-    check_history_is_read(without, None)
-    check_history_is_read(without, checkpoint())
-    check_history_is_read(without, checkpoint(rows, rows))
+    check_stream(without, None)
+    check_stream(without, checkpoint())
+    check_stream(without, checkpoint(rows, rows))
     sentence = "checkpoint 7 has 1 of 2 files of the history that are not read to their end, and there is no"
     with pytest.raises(SettingsError, match=sentence):
-        check_history_is_read(without, checkpoint(rows, rows - 1))
+        check_stream(without, checkpoint(rows, rows - 1))
     files = {"files": ["/x/*.parquet"]}
-    check_history_is_read(StreamSettings.model_validate({"topics": ["events"], "backfill": files}), checkpoint(0, 0))
+    check_stream(StreamSettings.model_validate({"topics": ["events"], "backfill": files}), checkpoint(0, 0))

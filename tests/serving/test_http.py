@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.net import listen
 from anabranch.learner.errors import ModelError
 from anabranch.learner.status.report import LearnerReport
 from anabranch.learner.status.report import write_report as write_learner_report
 from anabranch.serving.http.app import _Infer
-from anabranch.serving.http.listening_socket import listen
 from anabranch.serving.http.request_body import BodyReader
 from anabranch.serving.inference.batcher import Batcher
 from anabranch.serving.metrics import ServingMetrics
@@ -606,12 +606,12 @@ def test_tls_with_the_configured_certificate(numbers, served, certificate):
 
 def test_settings_that_cannot_work_end_the_start_with_their_key(numbers, deploy):
     stop = threading.Event()
-    with listen("127.0.0.1", 0) as taken:
+    with listen("serving.port", "serving.host", "127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=f"serving.port = {port} is taken on 127.0.0.1"):
             serve(numbers.deployment, ServingSettings(port=port), stop)
     with pytest.raises(SettingsError, match=r'serving.host = "192.0.2.1"'):
-        listen("192.0.2.1", 0)
+        listen("serving.port", "serving.host", "192.0.2.1", 0)
     with pytest.raises(SettingsError, match=r"serving.tls: .* cannot be used"):
         serve(numbers.deployment, ServingSettings.model_validate({"port": 0, "tls": {"cert": "no", "key": "no"}}), stop)
     with pytest.raises(ModelError, match="broken"):
@@ -619,7 +619,7 @@ def test_settings_that_cannot_work_end_the_start_with_their_key(numbers, deploy)
 
 
 def test_small_replies_are_not_held_back_by_nagle():
-    with listen("127.0.0.1", 0) as listener:
+    with listen("serving.port", "serving.host", "127.0.0.1", 0) as listener:
         assert listener.proto == 6  # IPPROTO_TCP: asyncio sets TCP_NODELAY only then
 
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from anabranch.config.loader import load_config
+from anabranch.core.net import listen
 from anabranch.ingest.events.schema import Schema
 from anabranch.runtime.lifecycle import Exit
-from anabranch.serving.http.listening_socket import listen
 from anabranch.serving.reporting.report import read_report
 from tests import forkserver
 
@@ -80,7 +80,7 @@ def test_a_missing_file_is_exit_2(tmp_path):
 
 
 def test_a_taken_port_is_one_sentence_that_names_the_key_and_exit_2(pipeline):
-    with listen("127.0.0.1", 0) as taken:
+    with listen("serving.port", "serving.host", "127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         process = start("-c", str(pipeline(port)))
         _, errors = process.communicate(timeout=60)
@@ -91,7 +91,7 @@ def test_a_taken_port_is_one_sentence_that_names_the_key_and_exit_2(pipeline):
 
 def test_the_next_server_of_a_supervisor_waits_for_the_port_of_a_killed_one(pipeline, eventually):
     """After a supervisor was killed, the next one starts before the server of the first has ended."""
-    with listen("127.0.0.1", 0) as taken:
+    with listen("serving.port", "serving.host", "127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         process = start("-c", str(pipeline(port)), "--supervised")
         waits = process.stderr.readline()

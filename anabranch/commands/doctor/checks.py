@@ -8,7 +8,7 @@ from typing import NamedTuple
 from anabranch.config.loader import Config
 from anabranch.core.preflight import Finding
 from anabranch.ingest.preflight import broker, history, schema
-from anabranch.learner.preflight import artifacts, device, state_dir, storage
+from anabranch.learner.preflight import device, state_dir, storage
 from anabranch.learner.status.report import read_report
 from anabranch.replay import preflight as replay
 from anabranch.runtime import preflight as runtime
@@ -33,6 +33,7 @@ def _history_left(path: Path) -> timedelta | None:
 
 
 _MODEL = ("schema", "model", "learner", "replay", "serving")
+_VERSIONS = ("state_dir", "schema", "model", "serving", "storage")
 _STATE = ("state_dir", "learner", "replay", "checkpoints", "versions", "schema")
 
 CHECKS: Sequence[Check] = (
@@ -54,11 +55,11 @@ CHECKS: Sequence[Check] = (
         ("stream", "schema"),
     ),
     Check("redis", lambda of, _: replay.check_redis(of.pipeline.replay, of.pipeline.name), ("replay", "name")),
-    Check("storage", lambda of, _: storage.check_storage(of.pipeline.storage), ("storage",)),
+    Check("storage", lambda of, _: storage.check_storage(of.pipeline.storage, of.state_dir), ("storage", "state_dir")),
     Check("state", lambda of, trial: state_dir.check_state(of.pipeline, trial.model_bytes, trial.base_bytes), _STATE),
     Check("state", lambda of, _: runtime.check_private(of), ("state_dir", "lineage", "serving")),
-    Check("checkpoints", lambda of, _: artifacts.check_checkpoints(of.pipeline), ("state_dir", "schema")),
-    Check("versions", lambda of, _: artifacts.check_versions(of.pipeline), ("state_dir", "schema")),
+    Check("checkpoints", lambda of, _: state_dir.check_checkpoints(of.pipeline), ("state_dir", "schema")),
+    Check("versions", lambda of, _: serving.check_versions(of.pipeline, of.pipeline.serving), _VERSIONS),
     Check(
         "ports",
         lambda of, _: serving.check_port(of.pipeline.serving, of.pipeline.learner.status, of.state_dir),

@@ -44,6 +44,8 @@ from anabranch.commands.doctor.command import examine, exit_code, summary
 from anabranch.config.loader import load_config
 from anabranch.core.object_store.bucket import Bucket
 from anabranch.core.preflight import ok, problem, warning
+from anabranch.ingest.events.block import Outcome
+from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.kafka.kafka_python.connection import translated
 from anabranch.ingest.kafka.topic_inspector import Inspector
@@ -55,7 +57,7 @@ from anabranch.learner.model.factory import build_on_device, make_task
 from anabranch.learner.model.task import Classification
 from anabranch.learner.model.trained_set import base_digest, trained_state
 from anabranch.learner.object_storage.head import HEAD
-from anabranch.learner.preflight import artifacts
+from anabranch.learner.object_storage.opening import holder_of, record_mode
 from anabranch.learner.preflight import device as device_checks
 from anabranch.learner.preflight import model as model_checks
 from anabranch.learner.preflight import state_dir as state_checks
@@ -67,6 +69,7 @@ from anabranch.learner.state_dir.lock import lock_state_directory
 from anabranch.learner.status.report import BackfillReport, LearnerReport, write_report
 from anabranch.learner.strategies.er import ExperienceReplay
 from anabranch.learner.strategies.examples import OUTPUT
+from anabranch.learner.stream.partition_ledger import PartitionLedger
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions, reference_to
@@ -199,9 +202,9 @@ def test_every_finding_has_a_test_that_makes_it_real():
 def test_a_check_that_the_page_adds(diagnose, setting, monkeypatch):
     page = Path(anabranch.__file__).parents[1].joinpath("docs/extend/doctor-check.md").read_text()
     function, line, test = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    known = vars(artifacts) | {"CheckpointSettings": CheckpointSettings, "timedelta": timedelta}
+    known = vars(state_checks) | {"CheckpointSettings": CheckpointSettings, "timedelta": timedelta}
     exec(function, known)
-    monkeypatch.setattr(artifacts, "check_undo", known["check_undo"], raising=False)
+    monkeypatch.setattr(state_checks, "check_undo", known["check_undo"], raising=False)
     added = eval(f"({line})", vars(all_checks))
     monkeypatch.setattr(diagnose, "checks", [*diagnose.checks, *added])
     written = dict(globals())
@@ -1415,9 +1418,34 @@ class TestWhatIsSaved:
     def test_a_version_without_its_base(self, diagnose, save, example):
         save(base="a" * 64)
         path = load_config(example / "pipeline.toml").state_dir / "bases" / ("a" * 64) / "model.safetensors"
-        assert only(diagnose("versions"), "version.damaged").message == (
-            f"The newest version, 4, is damaged: {path} does not exist."
-        )
+        message = only(diagnose("versions"), "version.damaged").message
+        assert message.startswith("The newest version is damaged: version 4: its base 'aaaaaaaaaaaa' cannot be used: ")
+        assert str(path.parent) in message
+
+    def test_a_state_that_is_left_in_an_object_store(self, diagnose, example):
+        state_dir = load_config(example / "pipeline.toml").state_dir
+        state_dir.mkdir()
+        holder_of(state_dir)
+        record_mode(state_dir, "s3://bucket/prefix")
+        assert "is in s3://bucket/prefix, by storage.mode" in only(diagnose("storage"), "storage.left").message
+
+    def test_versions_that_serving_does_not_read(self, diagnose, setting):
+        setting("storage.url", "memory:///a")
+        setting("storage.mode", "only")
+        finding = only(diagnose("versions"), "version.nowhere")
+        assert finding.message.endswith("waits for one there.")
+        assert finding.fix == 'Set serving.versions_from = "storage".'
+
+    def test_events_that_wait_for_labels_that_no_section_names(self, diagnose, example, setting):
+        setting("learner.device", "cpu")
+        config = load_config(example / "pipeline.toml")
+        ledger = PartitionLedger(TopicPartition("events", 0), 0)
+        ledger.outcomes[Outcome.WAITING] = 7
+        state = {"trainer": {}, "ledger": [ledger.state()]}
+        checkpoints = Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, 1)
+        checkpoints.write(3, Checkpoint(1, {"model": {"w": torch.ones(9)}}, state), 1.0)
+        message = only(diagnose("model"), "checkpoint.misfit").message
+        assert "checkpoint 3 has 7 events that wait for their labels, and there is no [stream.labels]" in message
 
     def test_another_schema(self, diagnose, save):
         save("0" * 64)
@@ -1463,6 +1491,12 @@ class TestPorts:
         (example / "var").mkdir()
         write_report(example / "var", report)
         assert kinds(diagnose("ports")) == ["port.taken"]  # serving's, of which there is no report
+
+    def test_a_port_for_grpc_that_another_has(self, diagnose, setting, taken):
+        setting("serving.port", "0")
+        setting("serving.grpc_port", taken[0])
+        messages = [finding.message for finding in diagnose("ports") if finding.kind == "port.taken"]
+        assert f"serving.grpc_port: another program listens on 127.0.0.1:{taken[0]}." in messages
 
     def test_an_address_of_another_machine(self, diagnose, setting):
         setting("serving.host", "192.0.2.1")
