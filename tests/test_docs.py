@@ -365,16 +365,15 @@ def test_the_worked_example_learns(tmp_path, monkeypatch):
     assert np.mean([step.score / 64 for step in right[-50:]]) > 0.85
 
 
-def environment_of(folder, bootstrap, topic, *, forked=True):
+def environment_of(folder, bootstrap, topic):
     """Return an environment with the commands `anabranch` and `python`, for a pipeline that reads a topic.
 
-    Those that are `forked` outlive a SIGKILL of the process that the shell has started.
+    They are forked, and outlive a SIGKILL of the process that the shell has started.
     """
     commands = folder / "bin"
     commands.mkdir()
     for name, before in (("anabranch", ["-m", "anabranch"]), ("python", [])):
-        real = f'#!/bin/sh\nexec "{sys.executable}" {" ".join(before)} "$@"\n'
-        (commands / name).write_text(forkserver.script(*before) if forked else real)
+        (commands / name).write_text(forkserver.script(*before))
         (commands / name).chmod(0o755)
     return os.environ | {
         "PATH": f"{commands}:{os.environ['PATH']}",
@@ -496,12 +495,13 @@ def test_the_history_is_learned_and_then_the_topic(kafka, make_topic, produce, t
 @pytest.mark.timeout(300)
 def test_the_drill_goes_on_without_a_lost_or_repeated_event(kafka, tmp_path):
     name, hosts = "docs/operate/disaster-recovery.md", [tmp_path / "first", tmp_path / "second"]
-    environment = environment_of(tmp_path, kafka.bootstrap, f"drill-{uuid.uuid4().hex}", forked=False)
+    environment = environment_of(tmp_path, kafka.bootstrap, f"drill-{uuid.uuid4().hex}")
     page = {block.mark("run"): block.text for block in BLOCKS if block.page == name}
     learn = page["drill learn"]
 
     def background(script):
-        return script.replace("anabranch learn &", "setsid anabranch learn > learner.log 2>&1 < /dev/null &")
+        learner = f"setsid {sys.executable} -m anabranch learn"  # not forked, so that `kill -9` ends the learner itself
+        return script.replace("anabranch learn &", f"{learner} > learner.log 2>&1 < /dev/null &")
 
     def stored(folder, events):
         """Wait until so many events have an outcome, and a checkpoint with these is in the object store."""

@@ -10,7 +10,6 @@ say themselves whether it is tainted. The counts do not change its output.
 import json
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 
 from anabranch.learner.state_dir.undo_file import read_undo
 from anabranch.learner.versions.format import WEIGHTS, Versions
+from tests import forkserver
 from tests.faults import serving_kills
 from tests.faults.baselines import last_checkpoint
 from tests.faults.figures import Figures
@@ -222,10 +222,10 @@ def _tainted(versions: Versions) -> set[int]:
     return {number for number, path in paths.items() if load_file(path)["count"][1:].any()}
 
 
-def _command(pipeline: Pipeline, options: list[str]) -> "subprocess.Popen[str]":
+def _command(pipeline: Pipeline, options: list[str]) -> forkserver.Forked:
     """Start `anabranch undo`, which waits for the learner."""
-    line = [sys.executable, "-m", "anabranch", "undo", "-c", str(pipeline.path), "--yes", "--json", *options]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+    line = ["-m", "anabranch", "undo", "-c", str(pipeline.path), "--yes", "--json", *options]
+    return forkserver.start(line, stdout=subprocess.PIPE, text=True)
 
 
 def _kill(parts: Supervised, kills: int, steps: int, dice: random.Random) -> int:

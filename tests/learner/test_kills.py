@@ -17,9 +17,10 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.checkpoints.format import Checkpoints
 from anabranch.testing.stores import sample_of
+from tests import forkserver
 from tests.learner.learner_bench import LearnerBench, small_model
 
-CRASHES = 20
+CRASHES = 10
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def one_thread():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_learner_is_unchanged_by_kills_at_random_times(schema, tmp_path, one_thread):
-    """After twenty learners that wrote a checkpoint were killed, the next one equals a run without kills."""
+    """After ten learners that wrote a checkpoint were killed, the next one equals a run without kills."""
     killed = tmp_path / "killed"
     times = random.Random(20)
     with _fork_server(killed) as server:
@@ -107,13 +108,8 @@ class ForkServer:
 
 @contextlib.contextmanager
 def _fork_server(path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.learner.test_kills", str(path)],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = ["-m", "tests.learner.test_kills", str(path)]
+    process = forkserver.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         yield ForkServer(process)
 

@@ -324,9 +324,14 @@ def test_a_topic_that_was_created_again_ends_it_with_2_or_is_read_from_its_begin
 
 def test_a_second_learner_on_the_same_state_directory_ends_with_2(kafka, make_topic, pipeline):
     config = pipeline(kafka.bootstrap, make_topic())
+    impatient = f"lock._UNTIL_MARKED = timedelta(); sys.argv[1:] = ['-c', {str(config)!r}]"
+    program = (
+        "import runpy, sys; from datetime import timedelta; from anabranch.learner.state_dir import lock; "
+        f"{impatient}; runpy.run_module('anabranch.learner', run_name='__main__', alter_sys=True)"
+    )
     with lock_state_directory(config.parent / "var"):
-        code, sentence = ended(config)
-    assert (code, "another learner is at work" in sentence) == (2, True)
+        done = forkserver.run(["-c", program])
+    assert (done.returncode, "another learner is at work" in done.stderr) == (2, True)
 
 
 @pytest.mark.any_broker

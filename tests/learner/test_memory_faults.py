@@ -137,14 +137,14 @@ def test_memory_that_runs_out_anywhere_loses_no_event(schema, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "sampling"), [("er", "loss"), ("der", "uniform")])
 def test_memory_that_runs_out_at_any_operation_loses_no_event(schema, tmp_path, strategy, sampling):
-    processes = sweep(schema, tmp_path, strategy, first=2, stride=7, sampling=sampling)
+    processes = sweep(schema, tmp_path, strategy, first=2, stride=17, sampling=sampling)
     assert processes.count(1) > len(processes) / 2, "most faults are survived"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_memory_that_runs_out_while_a_batch_is_taken_early_loses_no_event(schema, tmp_path):
-    processes = sweep(schema, tmp_path, "er", first=2, stride=17, batch_size=10)
+    processes = sweep(schema, tmp_path, "er", first=2, stride=29, batch_size=10)
     assert processes.count(1) > len(processes) / 2, "most faults are survived"
 
 

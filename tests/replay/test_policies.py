@@ -1,7 +1,5 @@
 """What every admission policy and every sampler promises, and what is special to some: also those of docs/extend/."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from anabranch.testing.policies import (
     stores,
 )
 from anabranch.testing.stores import add_now
+from tests import forkserver
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 FLOORS = {
@@ -104,5 +103,5 @@ class TestThePage:
     def test_its_picture_is_what_the_policies_do(self):
         """When they change: python docs/images/draw_policies.py > docs/images/replay-policies.svg."""
         script = DOCS / "images" / "draw_policies.py"
-        made = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=60).stdout
-        assert made == (DOCS / "images" / "replay-policies.svg").read_text(encoding="utf-8")
+        picture = (DOCS / "images" / "replay-policies.svg").read_text(encoding="utf-8")
+        assert forkserver.run([str(script)]).stdout == picture

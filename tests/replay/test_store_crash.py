@@ -37,6 +37,7 @@ from anabranch.replay.sample_plan import AHEAD
 from anabranch.replay.settings import ReplaySettings
 from anabranch.replay.tiers import redis_server as redis
 from anabranch.testing.stores import plan_ahead
+from tests import forkserver
 from tests.support.waiting import TAKES_MINUTES
 
 KEYS = "crash:rank-0"
@@ -211,20 +212,13 @@ def one_thread():
 @pytest.mark.parametrize(
     ("settings", "kills", "tiers"),
     [
-        ("recent and loss", 20, "disk"),
+        ("recent and loss", 10, "disk"),
         *(
-            pytest.param("reservoir with a floor", 20, tiers, marks=pytest.mark.services, id=f"floor-20-{tiers}")
+            pytest.param("reservoir with a floor", 5, tiers, marks=pytest.mark.services, id=f"floor-5-{tiers}")
             for tiers in ("redis", "both")
         ),
         *(
-            pytest.param(
-                *(name, 200, "disk"),
-                marks=[
-                    pytest.mark.slow,
-                    pytest.mark.timeout(1800),
-                    TAKES_MINUTES,
-                ],
-            )
+            pytest.param(*(name, 200, "disk"), marks=[pytest.mark.slow, pytest.mark.timeout(1800), TAKES_MINUTES])
             for name in SETTINGS
         ),
     ],
@@ -300,7 +294,7 @@ class _Nursery:
 
 @pytest.fixture(scope="module")
 def nursery():
-    process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = forkserver.start([__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         yield _Nursery(process)
 

@@ -106,7 +106,7 @@ def test_the_ratio_decays_while_forgetting_is_low_and_rises_when_it_grows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harder", [0.0, 0.08, 0.12, 0.2])
+@pytest.mark.parametrize("harder", [0.0, 0.12])
 @pytest.mark.parametrize(("old_weight", "rows"), [(0.5, 10), (0.5, 64), (0.8, 64)])
 def test_replay_stops_where_it_no_longer_helps(old_weight, rows, harder):
     """The stream drifts: from then on old events are harder than the newest, with or without replay."""

@@ -1,8 +1,6 @@
 """A step against a plain PyTorch loop, bit for bit, and what happens when numbers are not finite."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -25,6 +23,7 @@ from anabranch.learner.train.trainer import Examples, Trainer
 from anabranch.replay.reservoir.event_table import RECORD
 from anabranch.replay.sample_plan import Sample
 from anabranch.testing.strategies import extended
+from tests import forkserver
 from tests.support.strategies import small_strategy
 
 CPU = torch.device("cpu")
@@ -332,14 +331,15 @@ class TestSettings:
     @pytest.mark.process
     def test_tf32_sets_the_flags_of_its_process_and_other_precisions_none(self):
         code = (
-            "import torch; from anabranch.learner.model.device import Precision\n"
+            "import torch, warnings; from anabranch.learner.model.device import Precision\n"
+            "warnings.simplefilter('error')\n"
             "def flags(): return (torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision())\n"
             "before = flags()\n"
             "Precision('fp32', None).configure(); Precision('bf16', torch.bfloat16).configure()\n"
             "assert flags() == before, flags()\n"
             "Precision('tf32', None).configure(); print(*flags(), torch.backends.cudnn.conv.fp32_precision)"
         )
-        done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+        done = forkserver.run(["-c", code])
         assert done.stdout.split() == ["tf32", "high", "tf32"], done.stderr
 
     def test_auto_is_fp32_on_a_cpu(self):

@@ -459,6 +459,7 @@ class TestStart:
         mortal_redis.say(stop)
         fill(store, schema, 500, 600)
         assert store.tiers.problem is None
+        mortal_redis.say("CONFIG SET save ''")  # it would not end without a snapshot
 
     @pytest.mark.parametrize(
         ("answer", "passes"),

@@ -28,7 +28,7 @@ request_log = "none"
 [storage]
 url = "{url}"
 """
-PAUSES = (0.005, 0.005, 0.005, 6.0)
+PAUSES = (0.02, 0.02, 6.0)
 """Of each client, between its requests: the last one's connection is idle through a whole drain, in which a balancer on
 a slow machine has to notice that the server is not ready."""
 

@@ -206,7 +206,7 @@ def test_what_follows_an_early_answer_is_not_parsed(serve, monkeypatch):
 @pytest.mark.slow
 def test_a_client_that_does_not_read_is_disconnected_and_a_slow_reader_is_not(serve, monkeypatch):
     lost = threading.Event()
-    size = 30_000_000
+    size = 20_000_000
 
     async def large(_scope, _receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -220,14 +220,14 @@ def test_a_client_that_does_not_read_is_disconnected_and_a_slow_reader_is_not(se
             client.sendall(GET)
             assert lost.wait(PATIENCE_SECONDS)
             assert len(received(client)) < size
-        monkeypatch.setattr(anabranch.serving.http.connection, "_REPLY_PATIENCE", timedelta(seconds=3))
+        monkeypatch.setattr(anabranch.serving.http.connection, "_REPLY_PATIENCE", timedelta(seconds=2))
         with connect(port) as client:
             client.sendall(GET)
             found = 0
             client.sendall(GET[:-2] + b"Connection: close\r\n\r\n" + GET)  # of which the last is not answered
             while piece := client.recv(1_000_000):
                 found += len(piece)
-                threading.Event().wait(len(piece) / 8_000_000)  # for longer than a check takes
+                threading.Event().wait(len(piece) / 12_000_000)  # for longer than a check takes
             assert 2 * size < found < 2.1 * size
 
 

@@ -265,7 +265,7 @@ DEGRADATIONS = {
     "power": brakes,
     "answers": stutters,
 }
-SEEDS = range(40)
+SEEDS = range(20)
 WRITE_SECONDS = 5
 """How long before the loss a checkpoint has to be requested, so that it is written."""
 
