@@ -22,7 +22,7 @@ from anabranch.core.durations import parse_duration
 from anabranch.learner.status.status_server import serve_status
 from anabranch.replay.tiers.redis_server import RedisServer
 from tests.support import kafka
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 from tools import reference
 
 ROOT = Path(__file__).parent.parent
@@ -277,7 +277,7 @@ class TestCompose:
             assert server.memory() == (256 << 20, "noeviction")
             swept = threading.Event()
             server.sweep_later(lambda key: swept.set() or key == "b:2")
-            assert swept.wait(60)
+            assert swept.wait(PATIENCE_SECONDS)
             wait_until(lambda: server.get(["b:2"], 40) == [None])
             assert server.problem is None
         assert mortal_redis.say("PING") == b"+PONG\r\n"

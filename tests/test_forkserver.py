@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import forkserver
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.mark.process
@@ -52,4 +53,4 @@ def test_a_script_passes_signals_and_the_exit_code_on(tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == "['-c', 'one', 'two']\n"
         process.terminate()
-        assert process.wait(60) == 3
+        assert process.wait(PATIENCE_SECONDS) == 3

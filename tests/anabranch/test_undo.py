@@ -15,6 +15,7 @@ from anabranch.learner.status.report import read_report as read_learner
 from anabranch.learner.versions.format import Versions
 from anabranch.serving.reporting.report import read_report as read_serving
 from tests.pipelines import adds_up, events
+from tests.support.waiting import PATIENCE_SECONDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "undo.md"
 CONFIG = """
@@ -109,4 +110,4 @@ def test_the_drill_serves_a_clean_version_and_learns_again_though_the_learner_is
     assert "undo" in run(commands[2])
     assert json.loads(run("status --json"))["learner"]["report"]["undo"]["fraction"] == 1.0
     up.send_signal(signal.SIGTERM)
-    assert up.wait(60) == 0
+    assert up.wait(PATIENCE_SECONDS) == 0

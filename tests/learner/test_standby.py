@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests import forkserver
+from tests.support.waiting import PATIENCE_SECONDS
 
 PREPARED = """
 import sys
@@ -55,7 +56,7 @@ def test_it_ends_well_on_a_signal_and_with_its_supervisor(standby, tmp_path, sig
         process.send_signal(signal.SIGTERM)
     else:
         process.stdin.close()
-    assert process.wait(30) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,6 +22,7 @@ from anabranch.replay.reservoir.reservoir import MAX_PENDING
 from anabranch.replay.sample_plan import Sample
 from anabranch.replay.settings import ReplaySettings
 from anabranch.testing.stores import plan_ahead
+from tests.support.waiting import PATIENCE_SECONDS
 
 PARTITIONS = [TopicPartition("events", 0)]
 SAMPLED, HELD = 12, 300
@@ -159,7 +160,7 @@ def hold_up(store, monkeypatch):
 
     def held_up():
         begun.set()
-        assert opened.wait(30)
+        assert opened.wait(PATIENCE_SECONDS)
         return take_in()
 
     monkeypatch.setattr(store, "flush_pending", held_up)
@@ -179,14 +180,14 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(open_bac
     background_store.plan_ahead(5, SAMPLED)
     assert not begun.is_set(), "nothing is begun between two steps"
     assert len(background_store.sample(5, SAMPLED)) == SAMPLED
-    assert begun.wait(30), "a step that has its sample lets it begin"
+    assert begun.wait(PATIENCE_SECONDS), "a step that has its sample lets it begin"
     background_store.add(fake_columns(schema, range(240, 280)), PARTITIONS)
     sampled: list[Sample] = []
     waiting, wait = threading.Event(), background_store._thread.wait
     monkeypatch.setattr(background_store._thread, "wait", lambda *some: (waiting.set(), wait(*some))[1])
     thread = threading.Thread(target=lambda: sampled.append(background_store.sample(6, SAMPLED)))
     thread.start()
-    assert waiting.wait(30)
+    assert waiting.wait(PATIENCE_SECONDS)
     assert not sampled
     opened.set()
     thread.join(30)

@@ -13,6 +13,7 @@ import pytest
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.replay.tiers.redis_server import RedisServer
 from anabranch.replay.tiers.redis_tier import RedisTier
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.services
 PREFIX = "anabranch:test:rank-0:"
@@ -68,7 +69,7 @@ def _speaking_tls(context, behind):
     thread = threading.Thread(target=lambda: (loop.run_until_complete(serve()), loop.close()))
     thread.start()
     try:
-        assert started.wait(20)
+        assert started.wait(PATIENCE_SECONDS)
         yield ports[0]
     finally:
         loop.call_soon_threadsafe(end.set)

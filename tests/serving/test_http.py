@@ -32,6 +32,7 @@ from anabranch.serving.metrics import ServingMetrics
 from anabranch.serving.model.loaded_version import ServedVersion
 from anabranch.serving.server import serve
 from anabranch.serving.settings import ServingSettings
+from tests.support.waiting import PATIENCE_SECONDS
 
 Served = Callable[..., Any]
 Body = Callable[..., dict[str, Any]]
@@ -271,7 +272,7 @@ def test_overload_is_a_429_with_retry_after(numbers, served, body_of, held, even
         held.running.clear()
         held.go_on.clear()
         first = pool.submit(httpx.post, server.infer, json=body_of(1), timeout=30)
-        assert held.running.wait(20)
+        assert held.running.wait(PATIENCE_SECONDS)
         others = [pool.submit(httpx.post, server.infer, json=body_of(2), timeout=30) for _ in range(3)]
         eventually(lambda: any(future.done() for future in others))
         held.go_on.set()
@@ -291,7 +292,7 @@ def test_a_client_that_disconnects_is_removed_from_the_queue(numbers, served, bo
         held.running.clear()
         held.go_on.clear()
         first = pool.submit(httpx.post, server.infer, json=body_of(1), timeout=30)
-        assert held.running.wait(20)
+        assert held.running.wait(PATIENCE_SECONDS)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.infer, json=body_of(4), timeout=0.2)
         eventually(lambda: server.report().requests.get("499"))

@@ -16,6 +16,7 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.runtime.lifecycle import Exit
 from anabranch.serving.reporting.report import read_report
 from tests import forkserver
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.process
 
@@ -123,4 +124,4 @@ def test_a_supervised_process_ends_with_its_parent(pipeline, eventually):
     with daemon(pipeline(), eventually, "--supervised") as (process, _):
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(60) == Exit.DONE
+        assert process.wait(PATIENCE_SECONDS) == Exit.DONE

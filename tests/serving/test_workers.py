@@ -18,6 +18,7 @@ from anabranch.learner.versions.format import RegistryState
 from anabranch.runtime.lifecycle import Exit
 from anabranch.serving.reporting.report import STOPPED, ShadowReport, read_report
 from tests import forkserver
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 TLS = 'tls = {cert = "server.crt", key = "server.key"}\n'
@@ -100,7 +101,7 @@ def start_workers(pipeline):
         finally:
             server.process.terminate()
             try:
-                server.process.wait(40)
+                server.process.wait(PATIENCE_SECONDS)
             finally:
                 server.process.kill()
                 server.process.wait()
@@ -221,7 +222,7 @@ def test_requests_in_flight_are_answered_when_it_stops(start_workers, deploy, bo
         assert late.result(30).status_code == 503
         (tmp_path / "hold").unlink()
         assert [reply.result(30).status_code for reply in asked] == [200] * 8
-        assert server.process.wait(30) == Exit.DONE
+        assert server.process.wait(PATIENCE_SECONDS) == Exit.DONE
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/v2/health/live")
 
@@ -335,12 +336,12 @@ def test_the_shadows_of_all_workers_are_reported_as_one(start_workers, numbers, 
 
 def test_a_certificate_that_cannot_be_read_ends_it_with_2(start_workers):
     with start_workers(more=TLS) as server:
-        assert server.process.wait(60) == Exit.SETTINGS
+        assert server.process.wait(PATIENCE_SECONDS) == Exit.SETTINGS
     (said,) = server.log.read_text().splitlines()  # no worker was started for it
     assert said.endswith("server.crt cannot be used: No such file or directory")
 
 
 def test_a_model_that_cannot_be_built_ends_it_with_2(start_workers):
     with start_workers(factory="broken") as server:
-        assert server.process.wait(60) == Exit.SETTINGS
+        assert server.process.wait(PATIENCE_SECONDS) == Exit.SETTINGS
     assert "the factory fails" in server.log.read_text()

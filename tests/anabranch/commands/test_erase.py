@@ -21,6 +21,7 @@ from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
 from anabranch.learner.state_dir.lock import LOCK, lock_state_directory
 from anabranch.learner.status.report import LearnerReport, PartitionReport, write_report
 from anabranch.replay.erasure.erased_events import ByKey, ByRange
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_a_learner_that_is_started_meanwhile_waits_until_the_files_are_clean(con
         return erase(*arguments, **options)
 
     def start():
-        begun.wait(30)
+        begun.wait(PATIENCE_SECONDS)
         with lock_state_directory(config.state_dir, threading.Event(), timedelta(milliseconds=1)):
             return erased.is_set()
 

@@ -16,11 +16,11 @@ from anabranch import cli
 from anabranch.commands.versions.rollout import _is_configured
 from anabranch.config.loader import load_config
 from anabranch.ingest.events.schema import Schema
-from anabranch.learner.state_dir.trained_through import PartitionProgress
-from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.learner.versions.format import RegistryState, Verdict, Versions
 from anabranch.serving.reporting.report import ServingReport, read_report, write_report
 from anabranch.serving.settings import ServingSettings
 from tests.pipelines import Part
+from tests.support.manifests import manifest_of
 
 CONFIG = """
 [serving]
@@ -38,18 +38,12 @@ def config(write_pipeline, free_port):
 
 
 def publish(config, number, verdict):
-    manifest = Manifest(
-        number=number,
-        generation=1,
-        parent=None,
+    manifest = manifest_of(
+        number,
         time=time.time(),
-        step=number,
-        trained_through={"events:0": PartitionProgress(number)},
-        metrics={},
+        through={"events:0": number},
         schema=Schema(config.pipeline.events).digest,
-        encoders={},
-        model=ModelReference("tiny_model:build", {}, "classification"),
-        files={},
+        factory="tiny_model:build",
     )
     torch.manual_seed(number)
     found(config).write(nn.Linear(3, 3).state_dict(), manifest, Verdict(verdict))  # type: ignore[arg-type]

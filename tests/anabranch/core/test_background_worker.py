@@ -8,6 +8,7 @@ import pytest
 
 from anabranch.core.job_thread import BackgroundWorker
 from anabranch.core.shutdown import Deadline
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 class Payload:
@@ -63,4 +64,4 @@ def test_no_reference_to_the_data_of_a_job_is_kept_once_it_is_done():
     background.start(lambda held=payload: held)  # type: ignore[misc]
     del payload
     background.wait()
-    assert gone.wait(10)
+    assert gone.wait(PATIENCE_SECONDS)

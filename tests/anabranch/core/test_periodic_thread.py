@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from anabranch.core.periodic_thread import PeriodicThread
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 LONG = 3600.0
 SOON = timedelta(seconds=20)
@@ -31,13 +31,13 @@ def test_a_wake_ends_the_pause_also_the_first_one_and_one_that_comes_during_the_
     def work():
         done.append(len(done))
         begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(PATIENCE_SECONDS)
         return LONG
 
     with PeriodicThread("test", work, SOON, first=timedelta(seconds=LONG)) as thread:
         assert done == []
         thread.wake()
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE_SECONDS)
         thread.wake()
         may_end.set()
         wait_until(lambda: len(done) == 2, "the work after a wake that came during the work before")
@@ -48,11 +48,11 @@ def test_a_stop_waits_for_the_work_for_no_longer_than_its_patience():
 
     def work():
         begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(PATIENCE_SECONDS)
         return 0.0
 
     thread = PeriodicThread("test", work, timedelta(milliseconds=1)).start()
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE_SECONDS)
     thread.stop()
     assert thread.alive
     may_end.set()

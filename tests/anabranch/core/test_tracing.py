@@ -15,6 +15,7 @@ from anabranch.core.tracing import provider, spans
 from anabranch.core.tracing.context import MOST_LINKS, is_sampled, sampled_contexts
 from anabranch.core.tracing.provider import BackgroundExport
 from anabranch.core.tracing.settings import TracingSettings
+from tests.support.waiting import PATIENCE_SECONDS
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
@@ -216,7 +217,7 @@ def test_a_slow_collector_costs_spans_and_no_time(exported, left_out):
     background, span = exported(exporter)
     for _ in range(512):  # which are exported at once
         span()
-    assert exporter.began.wait(30)
+    assert exporter.began.wait(PATIENCE_SECONDS)
     for _ in range(515):
         span()  # returns while the exporter hangs
     assert left_out == {"queue": 3}
@@ -246,7 +247,7 @@ def test_the_end_does_not_wait_for_a_collector_that_hangs(exported, monkeypatch,
     background, span = exported(exporter)
     for _ in range(512):
         span()
-    assert exporter.began.wait(30)
+    assert exporter.began.wait(PATIENCE_SECONDS)
     span()
     background.shutdown()  # returns, though the exporter has not
     assert left_out == {"export": 1}

@@ -13,6 +13,7 @@ from anabranch.ingest.errors import BrokerError
 from anabranch.ingest.kafka.producer import create_topics, partition_counts
 from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.process
 
@@ -87,14 +88,14 @@ def wrapped(spawn, code):
 
 
 def test_the_wrapper_ends_with_its_command_and_its_exit_code(spawn):
-    assert wrapped(spawn, "import sys; sys.exit(7)").wait(30) == 7
+    assert wrapped(spawn, "import sys; sys.exit(7)").wait(PATIENCE_SECONDS) == 7
 
 
 def test_the_wrapper_ends_its_command_when_stdin_ends(spawn, until, is_gone):
     process = wrapped(spawn, "import os, time; print(os.getpid(), flush=True)\nwhile True: time.sleep(60)")
     pid = int(process.stdout.readline())
     process.stdin.close()
-    assert process.wait(30) != 0
+    assert process.wait(PATIENCE_SECONDS) != 0
     assert is_gone(pid)
     process.stdin = None
 
@@ -109,7 +110,7 @@ def test_the_wrapper_hands_sigterm_on(spawn, is_gone):
     process = wrapped(spawn, code)
     pid = int(process.stdout.readline())
     process.terminate()
-    assert process.wait(30) == 5
+    assert process.wait(PATIENCE_SECONDS) == 5
     assert is_gone(pid)
 
 
@@ -126,7 +127,7 @@ def test_a_sigterm_that_comes_as_the_command_starts_is_handed_on(spawn):
         "sys.argv = ['', sys.executable, '-c', 'import time; time.sleep(600)']\n"
         "sys.exit(die_with_parent.main())\n"
     )
-    assert spawn("-c", code).wait(30) == 128 + signal.SIGTERM
+    assert spawn("-c", code).wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
 
 
 def test_a_binary_without_the_right_to_run_gets_it(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from anabranch.core.errors import SettingsError
 from anabranch.core.logs import configure_logging
 from anabranch.runtime.lifecycle import Exit, raise_descriptor_limit, run, stop_on_signals
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_the_first_signal_sets_the_event_and_the_second_is_not_caught(caught, nu
     with stop_on_signals() as stop:
         assert not stop.is_set()
         signal.raise_signal(number)
-        assert stop.wait(30)
+        assert stop.wait(PATIENCE_SECONDS)
         assert caught == []
         signal.raise_signal(signal.SIGTERM)
         assert caught == [signal.SIGTERM]
@@ -63,7 +64,7 @@ def test_a_handler_takes_no_lock_that_the_main_thread_may_hold(caught, monkeypat
 
         monkeypatch.setattr(stop, "set", recorded_set)
         signal.raise_signal(signal.SIGTERM)
-        assert stop.wait(30)
+        assert stop.wait(PATIENCE_SECONDS)
     assert [setter is threading.main_thread() for setter in setters] == [False]
 
 

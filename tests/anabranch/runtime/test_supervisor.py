@@ -18,6 +18,7 @@ from anabranch.learner.device import visible_devices
 from anabranch.runtime.child_process import Part, close_pipe, spawn
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.process
 
@@ -483,7 +484,7 @@ def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(part, spawn, 
     process = supervise(spawn, part(code))
     (pid,) = until(lambda: recorded("started"), "the start")
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(30) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
     assert is_gone(pid)
     assert (recorded("sigterm"), recorded("sigint")) == ([pid], [])
 
@@ -499,7 +500,7 @@ def test_a_second_ctrl_c_kills_at_once(part, spawn, until, recorded, is_gone):
     process.send_signal(signal.SIGINT)
     until(lambda: recorded("sigterm"), "the SIGTERM")
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) != 0
+    assert process.wait(PATIENCE_SECONDS) != 0
     assert is_gone(pid)
 
 
@@ -547,6 +548,6 @@ def test_a_child_is_started_with_the_devices_of_its_part(tmp_path):
         output=output,
     )
     process = spawn(part, part.command)
-    assert process.wait(30) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
     close_pipe(process)
     assert output.read_text() == "GPU-aa11\n"

@@ -30,6 +30,7 @@ from anabranch.ingest.transport.protocol import (
 from anabranch.ingest.worker import lag_reporter, retention_watch
 from anabranch.ingest.worker.retention_watch import RetentionWatch
 from tests.ingest.running_worker import RunningWorker
+from tests.support.waiting import PATIENCE_SECONDS
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 SCHEMA = Schema(
@@ -104,7 +105,7 @@ def test_ingest_reports_while_files_are_listed_and_planned(tmp_path, monkeypatch
     may, call = threading.Event(), getattr(FileHistory, step)
 
     def late(*arguments, **named):
-        assert may.wait(20)
+        assert may.wait(PATIENCE_SECONDS)
         return call(*arguments, **named)
 
     monkeypatch.setattr(FileHistory, step, late)
@@ -119,7 +120,7 @@ def test_ingest_reports_while_files_are_listed_and_planned(tmp_path, monkeypatch
 def test_a_learner_that_ends_while_files_are_listed_ends_ingest(tmp_path, monkeypatch):
     monkeypatch.setattr("anabranch.ingest.worker.worker.LAG_SECONDS", 0.001)
     may = threading.Event()
-    monkeypatch.setattr(FileHistory, "list_files", lambda *_, **__: may.wait(30))
+    monkeypatch.setattr(FileHistory, "list_files", lambda *_, **__: may.wait(PATIENCE_SECONDS))
     with working(FakeClient({P0: FakePartition()}), tmp_path) as receive:
         receive(lambda message: isinstance(message, LagReport))
     may.set()

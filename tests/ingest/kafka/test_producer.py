@@ -10,6 +10,7 @@ from anabranch.ingest.errors import BrokerError
 from anabranch.ingest.kafka.producer import EventProducer, create_topics, delete_topics, partition_counts
 from anabranch.ingest.settings.stream import StreamSettings
 from tests.faults.proxy import Fault, Proxy
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_an_acknowledgement_has_partition_and_offset(producer):
 
     producer.send(b"a", on_acknowledged)
     producer.send(b"b", on_acknowledged)
-    assert both.wait(30)
+    assert both.wait(PATIENCE_SECONDS)
     assert sorted(acknowledged) == [(0, 0), (1, 0)]
 
 
@@ -107,7 +108,7 @@ def test_it_is_closed_also_when_the_broker_hangs_and_waits_no_longer_than_its_ti
         producer.open()
         answered = threading.Event()
         producer.send(b"x", lambda *_: answered.set())  # the client has the topic's metadata from then on
-        assert answered.wait(20)
+        assert answered.wait(PATIENCE_SECONDS)
         proxy.suffer(Fault(stalled=True))
         producer.send(b"x")
         with pytest.raises(BrokerError, match="has not acknowledged the events sent to it for 1 s"):

@@ -36,7 +36,7 @@ from anabranch.ingest.transport.protocol import LagReport
 from tests.faults.proxy import Fault, Proxy
 from tests.support import dying_ingest
 from tests.support.extend_pages import follow
-from tests.support.waiting import Patience, wait_until
+from tests.support.waiting import PATIENCE_SECONDS, Patience, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -156,7 +156,7 @@ def test_a_process_that_has_not_begun_to_read_ends_with_the_learner_and_logs_not
     assert process is not None
     assert gone._process.connection is not None
     gone._process.connection.close()  # as a kill of the learner does
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
     closed.close()
     assert capfd.readouterr().err == ""
 

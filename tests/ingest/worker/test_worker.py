@@ -42,7 +42,7 @@ from anabranch.ingest.worker import worker as worker_module
 from anabranch.ingest.worker.block_builder import BlockBuilder
 from anabranch.ingest.worker.worker import IngestWorker, _portions
 from tests.ingest.running_worker import RunningWorker
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 SCHEMA = Schema(
@@ -255,7 +255,7 @@ class Held(FakeClient):
         self.may = threading.Event()
 
     def open(self):
-        assert self.may.wait(20)
+        assert self.may.wait(PATIENCE_SECONDS)
 
 
 def test_a_partition_that_is_held_is_read_once_it_is_released_and_is_not_stalled(monkeypatch):

@@ -15,6 +15,7 @@ from anabranch.learner.errors import SecondLearnerError
 from anabranch.learner.state_dir.lock import GENERATION
 from anabranch.replay.erasure.erased_events import ByKey
 from tests.learner.learner_bench import ROWS, each_tier, no_space
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @each_tier
@@ -109,7 +110,9 @@ def test_a_checkpoint_on_a_hanging_disk_is_a_problem_until_it_is_written(make_be
     with monkeypatch.context() as patch:
         clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
         patch.setattr("anabranch.core.job_thread.time", clock)
-        patch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
+        patch.setattr(
+            "anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(PATIENCE_SECONDS), sync(descriptor))[1]
+        )
         bench.checkpointer.request()
         bench.loop.checkpoint_if_due()
         now[0] += 90

@@ -24,6 +24,7 @@ from anabranch.learner.settings.learner import CheckpointSettings
 from anabranch.learner.state_dir.folders import Storage
 from anabranch.learner.status.metrics import LearnerMetrics
 from tests.learner.learner_bench import NAME, ROWS
+from tests.support.waiting import PATIENCE_SECONDS
 
 ERRORS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 
@@ -154,7 +155,7 @@ def test_a_first_checkpoint_that_cannot_be_written_is_an_error(tmp_path, monkeyp
 def test_a_stop_ends_the_wait_for_the_first_checkpoint(tmp_path, monkeypatch):
     checkpointer, _ = make(tmp_path)
     stop, go = threading.Event(), threading.Event()
-    monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda _: go.wait(30))
+    monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda _: go.wait(PATIENCE_SECONDS))
     checkpointer.checkpoint_first({"ledger": []}, stop, [stop.set])
     assert checkpointer.busy
     go.set()

@@ -8,6 +8,7 @@ import torch
 
 from anabranch.core.shutdown import Deadline
 from tests.learner.learner_bench import ROWS, LearnerBench, small_model
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.mark.slow
@@ -85,7 +86,7 @@ def test_the_weights_do_not_depend_on_when_the_disk_has_written_a_checkpoint(tmp
         bench = LearnerBench(tmp_path / name, schema, small_model(), 400, learner=settings)
         bench.stream.drifts_at = 300 * ROWS
         if name == "busy":
-            assert bench.checkpointer.run(lambda: end.wait(60))
+            assert bench.checkpointer.run(lambda: end.wait(PATIENCE_SECONDS))
         bench.run()
         end.set()
         assert bench.loop.monitor.drift.count == 1

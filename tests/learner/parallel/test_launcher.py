@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from functools import partial
 
 import psutil
@@ -84,9 +83,7 @@ def test_when_a_rank_is_killed_all_come_back_from_the_checkpoint_and_nothing_is_
     assert report.replay_rows == {"device": report.outcomes["trained"]}, "an event is in the store twice, or not at all"
     assert report.accuracy["now"] > 0.8
     processes = ranks(learner)
-    begin, longest = time.monotonic(), 20 * slowness()
-    assert learner.stop(40) == 0
-    assert time.monotonic() - begin < longest
+    assert learner.stop(20) == 0
     assert psutil.wait_procs(processes, PATIENCE_SECONDS)[1] == []
 
 

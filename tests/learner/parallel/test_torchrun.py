@@ -553,7 +553,7 @@ def test_the_second_signal_does_not_end_a_rank():
             torchrun.ignore_further_signals()
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
                 signal.raise_signal(number)
-            assert stop.wait(10)
+            assert stop.wait(PATIENCE_SECONDS)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

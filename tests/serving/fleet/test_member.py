@@ -16,6 +16,7 @@ from anabranch.learner.object_storage.fleet import (
     write_server,
 )
 from anabranch.learner.versions.format import RegistryState
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 def test_a_command_of_the_fleet_reaches_the_state_of_each_host_and_leaves_what_it_serves(hosts, storage):
@@ -201,7 +202,7 @@ def test_decisions_that_cannot_be_used_are_a_problem_and_a_lag(hosts, storage, m
     next_pause = host.member._backoff.next
     monkeypatch.setattr(host.member._backoff, "next", lambda: found.set() or next_pause())
     with host.member:
-        assert found.wait(20)
+        assert found.wait(PATIENCE_SECONDS)
         while not host.member.problems:
             pass
         (problem,) = host.member.problems

@@ -17,6 +17,7 @@ from tests.serving.conftest import MODULE, PIPELINE
 from tests.support.balancer import Balancer
 from tests.support.object_versions import VersionUploader
 from tests.support.ports import free_ports
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -61,7 +62,7 @@ class Process:
     def restart(self):
         """Stop the process as Kubernetes does, and start the next one."""
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == Exit.DONE, self.log.read_text()
+        assert self.process.wait(PATIENCE_SECONDS) == Exit.DONE, self.log.read_text()
         self.start()
 
 

@@ -11,6 +11,7 @@ from anabranch.runtime.lifecycle import Exit
 from anabranch.serving.reporting.report import read_report
 from tests import forkserver
 from tests.support.object_versions import VersionUploader
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -46,7 +47,7 @@ def test_one_worker_follows_for_all_and_any_takes_commands(pipeline, numbers, bo
         }
         assert answers == {"2"}
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == Exit.DONE
+        assert process.wait(PATIENCE_SECONDS) == Exit.DONE
         assert read_servers(storage.bucket) == []
     finally:
         process.kill()

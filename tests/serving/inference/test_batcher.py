@@ -23,6 +23,7 @@ from anabranch.serving.inference import batch_run
 from anabranch.serving.inference.batch_run import BatchRunner
 from anabranch.serving.inference.batcher import Batcher
 from anabranch.serving.settings import ServingSettings
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 class FakeVersion:
@@ -44,7 +45,7 @@ class FakeVersion:
     def run(self, features, embed=False):
         x = features["x"]
         self.running.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(PATIENCE_SECONDS)
         self.threads.add(threading.get_ident())
         self.tried.append(len(x))
         if self.broken or (x < 0).any():

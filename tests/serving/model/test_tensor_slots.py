@@ -14,6 +14,7 @@ from anabranch.serving.metrics import ServingMetrics
 from anabranch.serving.model.loaded_version import ServedVersion, load_version
 from anabranch.serving.model.tensor_slots import TensorSlot, TensorSlots, loads_plainly
 from anabranch.serving.rollout.hot_swap import VersionSwapper
+from tests.support.waiting import PATIENCE_SECONDS
 
 CPU = torch.device("cpu")
 ROW = {"x": np.zeros((1, 4), np.float32)}
@@ -280,7 +281,7 @@ def test_swaps_allocate_nothing_on_a_gpu_while_requests_run(linear_on):
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        assert answered.wait(60)
+        assert answered.wait(PATIENCE_SECONDS)
         before = torch.cuda.memory_allocated()  # with the workspace that cuBLAS has for each thread
         spare = addresses(kept[0]._module)
         kept.pop(0)

@@ -45,6 +45,7 @@ from anabranch.serving.rollout import load_retry as retry
 from anabranch.serving.rollout.commands import pin, promote, reject, roll_back, unpin, version_before
 from anabranch.serving.rollout.hot_swap import VersionSwapper
 from tests.support.cuda_recorder import CudaRecorder
+from tests.support.waiting import PATIENCE_SECONDS
 
 Publish = Callable[..., Any]
 
@@ -631,7 +632,7 @@ def test_a_start_at_which_all_versions_are_away_comes_up_by_itself(numbers, monk
         numbers.publish(number)
     swap = VersionSwapper(numbers.deployment, 8, ServingMetrics(CollectorRegistry()), taken.set, pytest.fail)
     with swap:
-        assert taken.wait(20)
+        assert taken.wait(PATIENCE_SECONDS)
     assert swap.current is not None
 
 
@@ -966,7 +967,7 @@ def test_the_thread_takes_a_version_and_ends_with_its_context(numbers):
     swap = VersionSwapper(numbers.deployment, 8, ServingMetrics(CollectorRegistry()), taken.set, bugs.append)
     with swap:
         numbers.publish(1)
-        assert taken.wait(20)
+        assert taken.wait(PATIENCE_SECONDS)
     assert swap.current is not None
     assert not any(thread.name == "serving-swap" for thread in threading.enumerate())
     assert not bugs

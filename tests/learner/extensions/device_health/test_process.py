@@ -4,6 +4,7 @@ import pytest
 
 from tests.pipelines import encoded, events
 from tests.support.nvml import UUID, WELL
+from tests.support.waiting import PATIENCE_SECONDS
 
 CONFIG = """
 [checkpoints]
@@ -51,14 +52,14 @@ def test_a_learner_checkpoints_at_a_warning_ends_at_a_fault_and_goes_on_from_the
 
     with script.open("a") as file:
         file.write("xid=79 error=15\n")
-    assert learner.process.wait(30) == 1
+    assert learner.process.wait(PATIENCE_SECONDS) == 1
     log = learner.log.read_text()
     assert "the device has fallen off the bus" in log
     assert "the learner ends, to go on from the newest checkpoint" in log
     assert "Traceback" not in log
 
     gone = start(config, FAKE_NVML_SCRIPT=str(script_of(script, "error=15")))
-    assert gone.process.wait(60) == 1, "the supervisor tries again"
+    assert gone.process.wait(PATIENCE_SECONDS) == 1, "the supervisor tries again"
 
     script_of(script)
     again = start(config, FAKE_NVML_SCRIPT=str(script)).wait_for(lambda report: report.device)

@@ -14,6 +14,7 @@ from anabranch.learner.extensions.device_sharing.extension import BackgroundYiel
 from anabranch.learner.settings.learner import DeviceSharingSettings
 from anabranch.learner.settings.pipeline import ServedSettings
 from tests.support.cuda_recorder import CudaRecorder
+from tests.support.waiting import PATIENCE_SECONDS
 
 SLO = timedelta(milliseconds=20)
 PATIENCE = timedelta(hours=1)
@@ -44,7 +45,7 @@ def test_a_call_returns_once_the_request_is_answered(tmp_path):
         with mark.waiting():
             thread.start()
             assert not returned.wait(0.2)
-        assert returned.wait(20)
+        assert returned.wait(PATIENCE_SECONDS)
         thread.join()
 
 
@@ -97,7 +98,7 @@ def test_no_chunk_of_a_copy_starts_while_a_request_waits(tmp_path, monkeypatch):
             calls.append(len(copies_of(cuda)))
             if len(calls) == 3:
                 marked.set()
-                answered.wait(20)
+                answered.wait(PATIENCE_SECONDS)
             before_chunk()
 
         answered = threading.Event()
@@ -105,7 +106,7 @@ def test_no_chunk_of_a_copy_starts_while_a_request_waits(tmp_path, monkeypatch):
         copies = staging.copy({str(index): torch.randn(250, device="cuda") for index in range(5)}.items())
         thread = threading.Thread(target=lambda: len(copies))
         thread.start()
-        assert marked.wait(20)
+        assert marked.wait(PATIENCE_SECONDS)
         with mark.waiting():
             answered.set()
             time.sleep(0.2)

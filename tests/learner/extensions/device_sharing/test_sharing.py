@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -25,6 +24,7 @@ from anabranch.learner.train.micro_batches import StepHooks
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from tests.pipelines import LINEAR, encoded, events
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.any_broker
 
@@ -34,7 +34,7 @@ batch_size = 16
 micro_batch_size = 8
 [serving]
 slo = "20ms"
-timeout = "30s"
+timeout = "1h"
 [device_sharing]
 """
 SERVER = """
@@ -166,9 +166,7 @@ def test_training_goes_on_at_once_when_the_server_is_killed(begin):
         os.setpriority(os.PRIO_PROCESS, learner.process.pid, 19)  # as a server does that is killed in a batch
     server.kill()
     server.communicate()
-    killed = time.monotonic()
-    learner.until(lambda: steps_of(learner) > steps)
-    assert time.monotonic() - killed < 25, "serving.timeout is 30 s: it was not waited for"
+    learner.until(lambda: steps_of(learner) > steps)  # without waiting for serving.timeout
     learner.until(lambda: os.getpriority(os.PRIO_PROCESS, learner.process.pid) == (0 if can_restore() else 5))
 
 
@@ -178,7 +176,7 @@ def test_a_learner_that_yields_stops_in_time_and_makes_its_last_checkpoint(begin
         mark.run()
         learner.until(lambda: is_yielding(learner))
         learner.process.send_signal(signal.SIGTERM)
-        assert learner.process.wait(30) == 0
+        assert learner.process.wait(PATIENCE_SECONDS) == 0
     assert list((learner.state_dir / "checkpoints").glob("*/manifest.json"))
 
 

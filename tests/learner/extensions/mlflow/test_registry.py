@@ -15,7 +15,7 @@ from anabranch.learner.extensions.mlflow import registry as module
 from anabranch.learner.extensions.mlflow.registry import MlflowRegistry, Registration
 from anabranch.learner.settings.mlflow import MlflowSettings
 from tests.support.http_server import Handler, serving
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 VERSION = Registration(1, "a" * 64, 1, 1.0, {"anabranch.pipeline": "digits"}, {"now": 0.5})
@@ -131,7 +131,7 @@ def test_the_process_may_be_killed_and_ends_during_a_call_with_the_registry(mlfl
 
     thread = threading.Thread(target=register)
     thread.start()
-    assert mlflow.asked.wait(60)
+    assert mlflow.asked.wait(PATIENCE_SECONDS)
     process = registry._process
     assert process is not None
     registry.close()

@@ -22,7 +22,7 @@ from anabranch.learner.object_storage.head import OBJECTS, HeadReader, folder_pa
 from anabranch.learner.versions.format import VERDICT, Verdict
 from anabranch.replay.erasure.erasure_log import NAME, SECRET_FILE, Applied
 from tests.learner.object_storage.uploading import PATIENCE, FaultyBucket, UploadBench, damaged, running_threads
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -155,11 +155,11 @@ def test_versions_do_not_wait_for_a_checkpoint(running):
     def wait(path):
         if path.startswith("files/"):
             is_uploaded.set()
-            assert may_go_on.wait(20)
+            assert may_go_on.wait(PATIENCE_SECONDS)
 
     running.bucket.before_write = wait
     running.checkpoint(1)
-    assert is_uploaded.wait(20)
+    assert is_uploaded.wait(PATIENCE_SECONDS)
     running.version(1)
     assert running.mirror.threads[0].finish(Deadline(PATIENCE))
     assert running.lease.head.versions == {1: 1}
@@ -218,7 +218,7 @@ def test_the_threads_end_with_the_learner(bench):
 
 def test_the_end_waits_for_an_upload_no_longer_than_its_deadline(running, caplog):
     may_go_on = threading.Event()
-    running.bucket.before_write = lambda path: may_go_on.wait(20) if path.startswith("files/") else None
+    running.bucket.before_write = lambda path: may_go_on.wait(PATIENCE_SECONDS) if path.startswith("files/") else None
     running.checkpoint(1)
     running.mirror.finish(Deadline(timedelta(seconds=0.3)))
     assert "lacks the newest checkpoints" in caplog.text
@@ -306,12 +306,12 @@ def test_an_upload_that_outlives_the_lease_changes_nothing(bench, caplog):
     def wait(path):
         if path.startswith("files/"):
             is_begun.set()
-            assert may_go_on.wait(20)
+            assert may_go_on.wait(PATIENCE_SECONDS)
 
     bench.bucket.before_write = wait
     bench.checkpoint(1)
     with bench.lease, running_threads(bench.mirror):
-        assert is_begun.wait(20)
+        assert is_begun.wait(PATIENCE_SECONDS)
     may_go_on.set()
     bench.mirror.threads[1].thread.join(PATIENCE.total_seconds())
     reader = HeadReader(bench.bucket)

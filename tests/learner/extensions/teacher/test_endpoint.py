@@ -21,6 +21,7 @@ from anabranch.learner.extensions.teacher.endpoint import EndpointTeacher
 from anabranch.learner.model.task import Classification, MultiLabel, Regression
 from anabranch.learner.settings.model import TeacherSettings
 from tests.support.inference_stub import HEADER, InferenceStub, Reply, serving
+from tests.support.waiting import PATIENCE_SECONDS
 
 X = np.array([[0.25, 0.0], [0.5, 1.0], [1.0, 0.0]], np.float32)
 COLUMNS = {"offset": np.arange(3), "feature.x": X}
@@ -205,7 +206,7 @@ def test_sizes_of_binary_tensors_are_checked(size, length):
 @pytest.mark.slow
 def test_a_server_that_does_not_answer_is_given_up_at_the_timeout(json_stub):
     def infer(x):
-        json_stub.ended.wait(60)
+        json_stub.ended.wait(PATIENCE_SECONDS)
         return json_stub.answer(x)
 
     json_stub.infer = infer
@@ -350,13 +351,13 @@ def test_a_request_that_waits_for_its_answer_ends_at_once_when_the_learner_stops
 
     def infer(x):
         asked.set()
-        json_stub.ended.wait(60)
+        json_stub.ended.wait(PATIENCE_SECONDS)
         return json_stub.answer(x)
 
     json_stub.infer = infer
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(teacher.answer, COLUMNS)
-        assert asked.wait(60)
+        assert asked.wait(PATIENCE_SECONDS)
         teacher.close()
         with pytest.raises(TeacherError):
             answer.result(30)

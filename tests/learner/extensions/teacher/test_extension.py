@@ -14,7 +14,7 @@ from anabranch.ingest.events.block import Outcome, SkipReason
 from anabranch.learner.errors import TeacherError
 from anabranch.learner.extensions.teacher.extension import TeacherFeed
 from anabranch.learner.stream.batch import Batch, Span
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
 class FakeTeacher:
@@ -32,7 +32,7 @@ class FakeTeacher:
 
     def answer(self, columns):
         self.asked += 1
-        assert self.blocked.wait(60)
+        assert self.blocked.wait(PATIENCE_SECONDS)
         if self.failure is not None:
             raise TeacherError(self.failure)
         return np.full((len(columns["offset"]), 2), self.output, np.float32)
