@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import tarfile
-import tomllib
 from collections.abc import Callable
 from types import ModuleType
 
@@ -108,23 +107,6 @@ def test_saved_results_have_the_machine_and_the_revision_and_one_line_a_run(load
     ]
 
 
-@pytest.mark.parametrize(
-    ("key", "unit"),
-    [
-        ("sample_hot_seconds_1e6", "s"),
-        ("mlp_steps_per_second_baseline", "1/s"),
-        ("mlp_over_baseline", "ratio"),
-        ("sample_growth", "ratio"),
-        ("index_bytes_per_event", "bytes per event"),
-        ("swap_disk_bytes", "bytes"),
-        ("stall_fraction_cold", "fraction"),
-        ("swap_failed", ""),
-    ],
-)
-def test_the_unit_follows_from_the_key(load, key, unit):
-    assert load("results").unit_of(key) == unit
-
-
 @pytest.fixture
 def forgetting():
     return importlib.import_module("benchmarks.forgetting")
@@ -197,14 +179,6 @@ def minilm(tmp_path):
     return tmp_path
 
 
-def test_texts_are_in_an_order_that_no_run_changes(load, minilm):
-    texts = load("texts")
-    first, second = texts.load_texts(minilm), texts.load_texts(minilm)
-    assert first.text == second.text != sorted(first.text)
-    assert [int(text.split()[-1]) % 4 for text in first.text] == first.label.tolist()
-    assert len(first.rows(30, 40)) == 10
-
-
 def test_each_arm_of_pretrained_is_a_valid_pipeline(load, minilm):
     pretrained, texts = importlib.import_module("benchmarks.pretrained"), load("texts")
     folder = texts.write_minilm(minilm, minilm)
@@ -228,11 +202,6 @@ def test_the_accuracy_of_texts_is_that_of_all_batches(load, minilm):
 
     found = texts.Texts(["good"] * 60 + ["bad"] * 10 + ["good"] * 10, label)
     assert texts.accuracy(by_first_word, found, folder) == 100 * 70 / 80
-
-
-def test_a_pipeline_file_is_valid_toml(load):
-    document = {"a": {"b c": [1, 2.5, True]}, "d": float("inf"), "e": 'say "x"\n', "f": {"g": {"h": {}}}}
-    assert tomllib.loads(load("pipeline").toml(document)) == document
 
 
 def test_the_images_are_ordered_by_task_and_shuffled_by_seed(forgetting):
@@ -379,28 +348,6 @@ def test_a_connection_that_the_server_closed_is_not_used_again(load):
     with listening(HASTY) as (url, said), load("load").Load(url, b"{}", {}) as requests:
         first, _, second = requests.turn(10, 0.1), said.readline(), requests.turn(10, 0.1)
     assert (len(first.seconds), len(second.seconds), second.failed) == (1, 1, 0)
-
-
-CHUNKED = """
-import socket
-
-with socket.create_server(("127.0.0.1", 0)) as server:
-    print(server.getsockname()[1], flush=True)
-    connection, _ = server.accept()
-    while connection.recv(65536):
-        connection.sendall(b"HTTP/1.1 200 OK\\r\\ntransfer-encoding: chunked\\r\\n\\r\\n2\\r\\nok\\r\\n")
-        print("half", flush=True)
-        connection.sendall(b"0\\r\\n\\r\\n")
-"""
-
-
-@pytest.mark.process
-def test_a_chunked_answer_ends_with_its_last_chunk(load):
-    with listening(CHUNKED) as (url, _), load("load").Load(url, b"{}", {}) as requests:
-        seconds = 0.1
-        while len((answers := requests.flood(1, seconds)).seconds) < 2:  # on a busy machine
-            seconds *= 2
-    assert answers.failed == 0
 
 
 @pytest.mark.process

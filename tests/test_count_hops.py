@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tools.count_hops import HopCounter, short_names, training_steps
+from tools.count_hops import HopCounter, training_steps
 
 ONE = """
 import two
@@ -64,11 +64,6 @@ def test_other_threads_and_other_modules_are_not_counted(toy):
     assert elsewhere.steps[0].called == counter.steps[0].called == []
 
 
-def test_names_are_short_but_distinct():
-    modules = ["learner/loop", "replay/tiers/disk", "replay/disk", "replay/store"]
-    assert list(short_names(modules).values()) == ["loop", "tiers/disk", "replay/disk", "store"]
-
-
 def test_a_training_step_is_counted_from_its_batch_to_its_end(tmp_path):
     steps = training_steps(3, tmp_path)
     assert len(steps) == 3
@@ -78,9 +73,3 @@ def test_a_training_step_is_counted_from_its_batch_to_its_end(tmp_path):
             step.called
         )
         assert step.hops <= step.hops_with_returns < 2 * len(step.called)
-
-
-def test_the_steps_of_a_round_are_counted_as_one(tmp_path):
-    rounds = training_steps(30, tmp_path, of_round=3)
-    assert max(each.steps for each in rounds) > 1
-    assert all(each.called.count("anabranch/learner/stream/batches") for each in rounds)

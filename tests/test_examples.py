@@ -28,11 +28,12 @@ from anabranch.learner.state_dir.bases import bases_in
 from anabranch.learner.strategies.registry import build_strategy
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
-from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
+from anabranch.learner.versions.format import Verdict, Versions, reference_to
 from anabranch.serving.model.deployment import Deployment
 from anabranch.serving.model.loaded_version import load_version
 from tests.pipelines import Part
 from tests.support.formats import FORMATS
+from tests.support.manifests import manifest_of
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/pipeline.toml"))
@@ -232,19 +233,14 @@ def test_replay_keeps_the_accuracy_on_earlier_digits(example):
 
 def publish(config, schema, model):
     """Write the model as version 1."""
-    manifest = Manifest(
-        number=1,
-        generation=1,
-        parent=None,
+    manifest = manifest_of(
+        1,
         time=1.7e9,
         step=100,
-        trained_through={},
-        metrics={},
         schema=schema.digest,
         encoders=schema.encoders,
         model=reference_to(config.pipeline.model),
         base=write_base(bases_in(config.state_dir), model),
-        files={},
     )
     Versions(config.state_dir / "versions").write(trained_state(model), manifest, Verdict("pass"))
 

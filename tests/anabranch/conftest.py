@@ -10,6 +10,7 @@ import sys
 import psutil
 import pytest
 
+from anabranch import cli
 from anabranch.commands.init.command import write_example
 from tests import forkserver
 from tests.support.waiting import wait_until
@@ -32,6 +33,18 @@ def is_gone():
             return True
 
     return has_ended
+
+
+@pytest.fixture
+def anabranch(capsys):
+    """Runs a command in this process; returns exit code, stdout and stderr."""
+
+    def call(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
 
 
 @pytest.fixture

@@ -24,18 +24,6 @@ from tools.reference import commands, shown
 COMMANDS = list(commands())
 
 
-@pytest.fixture
-def anabranch(capsys):
-    """Runs a command here; returns exit code, stdout and stderr."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(anabranch, command):
     code, out, err = anabranch(*command.split(), "--help")

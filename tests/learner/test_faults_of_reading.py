@@ -17,13 +17,16 @@ from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
 from anabranch.learner.checkpoints.resume import ResumePoint
 from anabranch.learner.errors import CheckpointError, VersionError
 from anabranch.learner.state_dir.folders import Storage
-from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.learner.versions.format import RegistryState, Verdict, Versions
 from anabranch.replay.erasure.erased_events import ByKey, ErasedEvents
 from anabranch.replay.erasure.erasure_log import ErasureLog
+from tests.support.manifests import manifest_of
 
 ERRORS = pytest.mark.parametrize(
     "number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES], ids=lambda number: errno.errorcode[number]
 )
+
+
 FILES_OF_A_CHECKPOINT = ["manifest.json", "state.json", "model.safetensors", "holdout.safetensors"]
 
 
@@ -209,19 +212,7 @@ def test_folders_whose_names_are_no_numbers_are_ignored(checkpoints, name):
 def versions(tmp_path):
     made = Versions(tmp_path / "versions")
     for number in (1, 2):
-        manifest = Manifest(
-            number=number,
-            generation=3 - number,
-            parent=None,
-            time=0.0,
-            step=1,
-            trained_through={},
-            metrics={},
-            schema="schema",
-            encoders={},
-            model=ModelReference("m:build", {}, "regression"),
-            files={},
-        )
+        manifest = manifest_of(number, generation=3 - number, step=1, task="regression")
         made.write({"w": torch.ones(2)}, manifest, Verdict("pass"))
     made.write_state(RegistryState(serving=2))
     return Versions(tmp_path / "versions")

@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -17,19 +16,10 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.checkpoints.format import Checkpoints
 from anabranch.testing.stores import sample_of
-from tests import forkserver
 from tests.learner.learner_bench import LearnerBench, small_model
+from tests.support.processes import Lives, serve_lives
 
 CRASHES = 10
-
-
-@pytest.fixture
-def one_thread():
-    """Sums of floats depend on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.process
@@ -39,13 +29,13 @@ def test_a_learner_is_unchanged_by_kills_at_random_times(schema, tmp_path, one_t
     """After ten learners that wrote a checkpoint were killed, the next one equals a run without kills."""
     killed = tmp_path / "killed"
     times = random.Random(20)
-    with _fork_server(killed) as server:
+    with contextlib.closing(Lives("-m", "tests.learner.test_kills", str(killed))) as lives:
         newest, longest, crashes = 0, 0.5, 0
         while crashes < CRASHES:
-            pid = server.start_learner()
+            pid = lives.begin()
             threading.Event().wait(times.uniform(0.02, longest))
             os.kill(pid, signal.SIGKILL)
-            server.wait_for_kill()
+            lives.await_end()
             before, newest = newest, max(Checkpoints(killed / "checkpoints", schema.digest, 1).numbers(), default=0)
             crashes += newest > before
             if newest == before:  # a slow machine needs longer to write a checkpoint
@@ -85,37 +75,7 @@ def _crash_bench(path, schema, blocks):
     return LearnerBench(path, schema, small_model(), blocks, every="20ms", replay=replay)
 
 
-class ForkServer:
-    """A process that has imported all modules, and forks one learner after the other."""
-
-    def __init__(self, process):
-        self._process = process
-
-    def start_learner(self):
-        """Start a learner, and return its pid."""
-        return int(self._request())
-
-    def wait_for_kill(self):
-        assert int(self._request()) == -signal.SIGKILL, "it ended by itself"
-
-    def _request(self):
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
-
-
-@contextlib.contextmanager
-def _fork_server(path):
-    command = ["-m", "tests.learner.test_kills", str(path)]
-    process = forkserver.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with process:
-        yield ForkServer(process)
-
-
 def _serve_forks(path):
-    """Run the fork server: write a learner's pid for one line of the input, and its exit code for the next."""
     features = {"x": {"dtype": "float32", "shape": [3]}}
     settings = {"features": features, "label": {"name": "y", "classes": 3}}
     schema = Schema(SchemaSettings.model_validate(settings))
@@ -125,18 +85,14 @@ def _serve_forks(path):
         warm.run()
         warm.finish()
         warm.close()
-    for _ in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            bench = _crash_bench(path, schema, 10**6)
-            if bench.found is not None:
-                bench.resume()
-            bench.run()
-            os._exit(0)
-        print(pid, flush=True)  # noqa: T201
-        sys.stdin.readline()
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201
+
+    def live():
+        bench = _crash_bench(path, schema, 10**6)
+        if bench.found is not None:
+            bench.resume()
+        bench.run()
+
+    serve_lives(live)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ been.
 With the checkpointer of the learner, in a background thread, over a file in which slots are soon written again.
 """
 
+import contextlib
 import hashlib
-import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -37,7 +35,7 @@ from anabranch.replay.sample_plan import AHEAD
 from anabranch.replay.settings import ReplaySettings
 from anabranch.replay.tiers import redis_server as redis
 from anabranch.testing.stores import plan_ahead
-from tests import forkserver
+from tests.support.processes import Lives, serve_lives
 from tests.support.waiting import TAKES_MINUTES
 
 KEYS = "crash:rank-0"
@@ -200,15 +198,6 @@ def expect_whole(store, schema):
     assert sorted(everything.tolist()) == list(range(store.tiers.slots))
 
 
-@pytest.fixture
-def one_thread():
-    """Sums of floats depend on how many threads share them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(
     ("settings", "kills", "tiers"),
     [
@@ -271,36 +260,13 @@ def _with_the_oldest_alone(path, numbers):
     return [oldest]
 
 
-class _Nursery:
-    """A process that has imported everything, and forks one life after the other."""
-
-    def __init__(self, process):
-        self._process = process
-
-    def begin(self, *how):
-        """Start a life with these arguments, and return its pid."""
-        return int(self._send(json.dumps(how)))
-
-    def await_end(self):
-        assert int(self._send()) == -signal.SIGKILL, "it ended by itself"
-
-    def _send(self, line=""):
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
-
-
 @pytest.fixture(scope="module")
 def nursery():
-    process = forkserver.start([__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with process:
-        yield _Nursery(process)
+    with contextlib.closing(Lives(__file__)) as lives:
+        yield lives
 
 
 def _breed():
-    """Be the nursery: for a line with a life's arguments its pid goes out, for the one after that how it ended."""
     schema = Schema(SchemaSettings.model_validate(SCHEMA))
     torch.set_num_threads(1)
     redis._TIMEOUT_SECONDS = 60.0  # as for the fixture `shared_redis`
@@ -310,18 +276,14 @@ def _breed():
             warm = Life(Path(scratch), schema, settings, "disk")
             warm.take_step()
             warm.close()
-    for line in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            path, *how = json.loads(line)
-            life = Life(Path(path), schema, *how)
-            while True:
-                life.checkpoint_if_due()
-                life.take_step()
-        print(pid, flush=True)  # noqa: T201
-        sys.stdin.readline()
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201
+
+    def live(path, *how):
+        life = Life(Path(path), schema, *how)
+        while True:
+            life.checkpoint_if_due()
+            life.take_step()
+
+    serve_lives(live)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Child processes that end with the tests."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ from typing import Protocol
 
 import pytest
 
-from tests import pipelines
+from tests import forkserver, pipelines
 from tests.support.ports import first_free_port
 
 
@@ -36,6 +37,43 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+class Lives:
+    """A program of the tests that calls `serve_lives`: it has imported everything, and forks one life after another."""
+
+    def __init__(self, *command):
+        self._process = forkserver.start([*command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def begin(self, *how):
+        """Start a life with arguments that JSON can hold, and return its pid."""
+        return int(self._send(json.dumps(how)))
+
+    def await_end(self):
+        """Wait for the end of the life, which is killed."""
+        assert int(self._send()) == -signal.SIGKILL, "it ended by itself"
+
+    def close(self):
+        """End the program."""
+        self._process.communicate()
+
+    def _send(self, line=""):
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline()
+
+
+def serve_lives(live):
+    """Fork for each line of arguments on stdin, call `live` with them there, and print the pid; after that its end."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            live(*json.loads(line))
+            os._exit(0)
+        print(pid, flush=True)  # noqa: T201
+        sys.stdin.readline()
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201
 
 
 def skip_or_fail(reason):

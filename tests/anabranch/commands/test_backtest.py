@@ -8,7 +8,6 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from anabranch import cli
 from anabranch.commands.backtest.measure import BacktestResult, _decoded, run_backtest
 from anabranch.commands.event_files.files import FileRecord
 from anabranch.config.loader import load_config
@@ -48,13 +47,8 @@ def file(example):
 
 
 @pytest.fixture
-def run(example, capsys):
-    def call(*arguments):
-        code = cli.main(["backtest", *map(str, arguments), "-c", str(example / "pipeline.toml")])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+def run(example, anabranch):
+    return lambda *arguments: anabranch("backtest", *arguments, "-c", example / "pipeline.toml")
 
 
 @pytest.mark.slow

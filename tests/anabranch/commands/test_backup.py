@@ -25,11 +25,12 @@ from anabranch.learner.settings.storage import StorageSettings
 from anabranch.learner.state_dir.bases import bases_in
 from anabranch.learner.state_dir.lock import lock_state_directory
 from anabranch.learner.state_dir.undo_file import read_undo
-from anabranch.learner.versions.format import Manifest, RegistryState, Verdict, Versions, reference_to
+from anabranch.learner.versions.format import RegistryState, Verdict, Versions, reference_to
 from anabranch.replay.erasure.erased_events import ByRange
 from anabranch.replay.erasure.erasure_log import NAME as ERASURES
 from anabranch.replay.erasure.erasure_log import ErasureLog
 from tests.pipelines import Learner, adds_up
+from tests.support.manifests import manifest_of
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference.md"
 FROZEN = b"frozen weights"
@@ -54,18 +55,12 @@ class Stopped:
         self.checkpoints.write(number, Checkpoint(10 * number, parts, {"ledger": []}), float(number))
 
     def version(self, number, base=None):
-        manifest = Manifest(
-            number=number,
-            generation=1,
-            parent=None,
+        manifest = manifest_of(
+            number,
             time=1.0,
             step=10 * number,
-            trained_through={},
-            metrics={},
             schema=self.schema,
-            encoders={},
             model=reference_to(self.config.pipeline.model),
-            files={},
             base=base,
         )
         self.versions.write({"w": torch.full((9,), float(number))}, manifest, Verdict("pass"))

@@ -7,14 +7,14 @@ import shutil
 import pytest
 import torch
 
-from anabranch import cli
 from anabranch.commands.checkpoints import restore as commands
 from anabranch.config.loader import load_config
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
 from anabranch.learner.state_dir.lock import lock_state_directory
-from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.learner.versions.format import RegistryState, Verdict, Versions
 from anabranch.replay.erasure.erasure_log import ErasureLog
+from tests.support.manifests import manifest_of
 
 
 @pytest.fixture
@@ -32,13 +32,8 @@ def checkpoints(config):
 
 
 @pytest.fixture
-def run(config, capsys):
-    def call(*arguments):
-        code = cli.main(["checkpoints", *arguments, "-c", str(config.path)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+def run(config, anabranch):
+    return lambda *arguments: anabranch("checkpoints", *arguments, "-c", config.path)
 
 
 def test_they_are_listed_the_newest_first(run, checkpoints):
@@ -79,18 +74,8 @@ def served(config):
     """Versions 7 to 9 of steps 2,500, 3,500 and 4,500; version 9 is served."""
     versions = Versions(config.state_dir / "versions")
     for number, step in ((7, 2500), (8, 3500), (9, 4500)):
-        manifest = Manifest(
-            number=number,
-            generation=2,
-            parent=None,
-            time=1_700_000_000.0,
-            step=step,
-            trained_through={},
-            metrics={},
-            schema="",
-            encoders={},
-            model=ModelReference("my_model:build", {}, "classification"),
-            files={},
+        manifest = manifest_of(
+            number, generation=2, time=1_700_000_000.0, step=step, schema="", factory="my_model:build"
         )
         versions.write({"w": torch.zeros(3)}, manifest, Verdict("pass"))
     versions.write_state(RegistryState(serving=9))

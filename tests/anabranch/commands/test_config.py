@@ -1,5 +1,6 @@
 """`anabranch config check` and `show`."""
 
+import functools
 import json
 import tomllib
 from pathlib import Path
@@ -7,21 +8,14 @@ from pathlib import Path
 import jsonschema_rs
 import pytest
 
-from anabranch import cli
 from anabranch.config.loader import load_config
 
 
 @pytest.fixture
-def run(example, capsys, monkeypatch):
+def run(example, anabranch, monkeypatch):
     """Runs `anabranch config` in the example's folder; returns exit code, stdout and stderr."""
     monkeypatch.chdir(example)
-
-    def call(*arguments):
-        code = cli.main(["config", *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return functools.partial(anabranch, "config")
 
 
 def test_a_valid_file_is_said_to_be(run, example):

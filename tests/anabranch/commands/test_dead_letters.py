@@ -5,7 +5,6 @@ import json
 import pytest
 from kafka import KafkaProducer
 
-from anabranch import cli
 from anabranch.commands import dead_letters
 from anabranch.ingest.kafka.kafka_python.null_headers import sendable
 from anabranch.ingest.kafka.producer import EventProducer
@@ -40,13 +39,8 @@ def topics(kafka, make_topic, monkeypatch):
 
 
 @pytest.fixture
-def run(example, capsys):
-    def call(*arguments):
-        code = cli.main(["dead-letters", *arguments, "-c", str(example / "pipeline.toml")])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+def run(example, anabranch):
+    return lambda *arguments: anabranch("dead-letters", *arguments, "-c", example / "pipeline.toml")
 
 
 def test_letters_are_listed_with_source_error_and_value(run, topics):

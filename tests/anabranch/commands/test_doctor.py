@@ -72,10 +72,11 @@ from anabranch.learner.strategies.examples import OUTPUT
 from anabranch.learner.stream.partition_ledger import PartitionLedger
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
-from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions, reference_to
+from anabranch.learner.versions.format import ModelReference, Verdict, Versions, reference_to
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.model_process import Result, run_trial, try_model
 from anabranch.serving import preflight as serving_checks
+from tests.support.manifests import manifest_of
 from tests.support.nvml import OTHER, UUID
 from tests.support.ports import first_free_port
 from tests.support.registry_server import registry_server
@@ -1318,19 +1319,8 @@ class TestWhatIsSaved:
             checkpoint = Checkpoints(config.state_dir / "checkpoints", digest, 1).write(
                 3, Checkpoint(1, {"model": {"w": torch.ones(9)}}, {}), 1.0
             )
-            manifest = Manifest(
-                number=4,
-                generation=1,
-                parent=None,
-                time=1.0,
-                step=1,
-                trained_through={},
-                metrics={},
-                schema=digest,
-                encoders={},
-                model=model or reference_to(config.pipeline.model),
-                files={},
-                base=base,
+            manifest = manifest_of(
+                4, time=1.0, step=1, schema=digest, model=model or reference_to(config.pipeline.model), base=base
             )
             versions = Versions(config.state_dir / "versions")
             return checkpoint, versions.write({"w": torch.ones(9)}, manifest, Verdict("pass"))

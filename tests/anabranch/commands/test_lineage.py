@@ -18,9 +18,9 @@ from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import VersionError
 from anabranch.learner.state_dir.origin import ResumedFrom, VersionOrigin
-from anabranch.learner.state_dir.trained_through import PartitionProgress
 from anabranch.learner.state_dir.undo_file import OffsetRanges, UndoRecord, append_record
-from anabranch.learner.versions.format import VERSION_FORMAT, Manifest, ModelReference, Verdict, Versions
+from anabranch.learner.versions.format import VERSION_FORMAT, Verdict, Versions
+from tests.support.manifests import manifest_of
 
 ORIGIN = VersionOrigin(
     seed=7,
@@ -49,19 +49,17 @@ def publish(config):
             "learned_from": {"events:0": 5},
             "erasures": 0,
         }
-        manifest = Manifest(
-            number=number,
+        manifest = manifest_of(
+            number,
             generation=2,
             parent=number - 1,
             time=1_700_000_000.0 + number,
             step=number * 100,
-            trained_through={"events:0": PartitionProgress(number * 10)},
+            through={"events:0": number * 10},
             metrics={"now": 0.875},
             schema=Schema(config.pipeline.events).digest,
-            encoders={},
-            model=ModelReference("my_model:build", {}, "classification"),
-            files={},
-            **(more if known else {}),
+            factory="my_model:build",
+            **more if known else {},
         )
         manifest = msgspec.structs.replace(manifest, **changes)
         versions.write({"w": torch.full((3,), float(number))}, manifest, Verdict("pass", [], {"drop_new": 0.25}))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from anabranch import cli
 from anabranch.commands.erase import erase_events
 from anabranch.config.loader import load_config
 from anabranch.core.object_store.bucket import Bucket
@@ -19,21 +18,16 @@ from anabranch.learner.object_storage.bucket_storage import BucketStorage
 from anabranch.learner.object_storage.opening import lease_storage
 from anabranch.learner.settings.storage import StorageSettings
 from anabranch.learner.state_dir.lock import lock_state_directory
-from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
+from anabranch.learner.versions.format import Verdict, Versions, reference_to
+from tests.support.manifests import manifest_of
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys):
+def run(anabranch):
     """Runs a command, `run(config, *arguments)`; returns its exit code, and what it printed."""
-
-    def call(config, *arguments):
-        code = cli.main([*arguments, "-c", str(config.path)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return lambda config, *arguments: anabranch(*arguments, "-c", config.path)
 
 
 @pytest.fixture
@@ -53,19 +47,7 @@ def pipeline(example):
                 checkpoints.write(
                     number, Checkpoint(number * 1000, parts, {"erased": 0, "ledger": []}), 1_700_000_000.0
                 )
-            manifest = Manifest(
-                number=2,
-                generation=1,
-                parent=None,
-                time=1.0,
-                step=10,
-                trained_through={},
-                metrics={},
-                schema=schema,
-                encoders={},
-                model=reference_to(config.pipeline.model),
-                files={},
-            )
+            manifest = manifest_of(2, time=1.0, step=10, schema=schema, model=reference_to(config.pipeline.model))
             Versions(other, held.versions).write({"w": torch.ones(9)}, manifest, Verdict("pass"))
         return config
 

@@ -14,11 +14,12 @@ from anabranch import cli
 from anabranch.commands.predict import tensors_of
 from anabranch.config.loader import load_config
 from anabranch.ingest.events.schema import Schema
-from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions
+from anabranch.learner.versions.format import Verdict, Versions
 from anabranch.serving.protocol.codec import Signature
 from anabranch.serving.reporting.report import ServingReport, read_report, write_report
 from tests.pipelines import Part
 from tests.support.http_server import Handler, serving
+from tests.support.manifests import manifest_of
 
 CONFIG = """
 [serving]
@@ -35,18 +36,8 @@ def config(write_pipeline, free_port):
 @pytest.fixture
 def _serving(config):
     """A serving process that serves version 7, which answers with the index of the largest feature."""
-    manifest = Manifest(
-        number=7,
-        generation=1,
-        parent=None,
-        time=time.time(),
-        step=1,
-        trained_through={},
-        metrics={},
-        schema=Schema(config.pipeline.events).digest,
-        encoders={},
-        model=ModelReference("tiny_model:build", {}, "classification"),
-        files={},
+    manifest = manifest_of(
+        7, time=time.time(), step=1, schema=Schema(config.pipeline.events).digest, factory="tiny_model:build"
     )
     model = nn.Linear(3, 3)
     with torch.no_grad():

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from anabranch import cli
 from anabranch.commands.produce import STDIN, send_events
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
@@ -32,17 +31,9 @@ def environment(kafka, make_topic, monkeypatch):
     return topic
 
 
-@pytest.fixture
-def anabranch(example, monkeypatch, capsys):
-    """Runs a command in the example's folder; returns exit code, stdout and stderr."""
+@pytest.fixture(autouse=True)
+def _in_the_folder_of_the_example(example, monkeypatch):
     monkeypatch.chdir(example)
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -29,9 +29,10 @@ from anabranch.learner.model.growing.pool import parts_in
 from anabranch.learner.model.trained_set import trained_state, write_base
 from anabranch.learner.state_dir.bases import bases_in
 from anabranch.learner.strategies.registry import build_strategy
-from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
+from anabranch.learner.versions.format import Verdict, Versions, reference_to
 from anabranch.serving.model.deployment import Deployment
 from anabranch.serving.model.loaded_version import load_version
+from tests.support.manifests import manifest_of
 
 CPU = torch.device("cpu")
 
@@ -92,6 +93,7 @@ LEARNED_MODEL = """
 import torch
 from torch import nn
 
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -145,20 +147,13 @@ def write_version(config):
     strategy = build_strategy(config.pipeline.learner.strategy, model, make_task(model.task))
     module = strategy.convert(module, ModelContext(CPU, schema, model.embedding))
     weights = trained_state(module)
-    manifest = Manifest(
-        number=1,
-        generation=1,
-        parent=None,
+    manifest = manifest_of(
+        1,
         time=1.7e9,
-        step=1,
-        trained_through={},
-        metrics={},
         schema=schema.digest,
-        encoders={},
         model=reference_to(model),
         parts=parts_in(weights),
         base=write_base(bases_in(config.state_dir), module),
-        files={},
     )
     Versions(config.state_dir / "versions").write(weights, manifest, Verdict("pass"))
 

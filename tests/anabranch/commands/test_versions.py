@@ -19,8 +19,8 @@ from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.state_dir.bases import bases_in
-from anabranch.learner.state_dir.trained_through import PartitionProgress
-from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.learner.versions.format import RegistryState, Verdict, Versions
+from tests.support.manifests import manifest_of
 
 
 @pytest.fixture
@@ -34,18 +34,17 @@ def publish(config):
     versions = Versions(config.state_dir / "versions")
 
     def write(number, verdict="pass", reasons=(), schema=None, args=None, weights=None, base=None, metrics=None):
-        manifest = Manifest(
-            number=number,
+        manifest = manifest_of(
+            number,
             generation=2,
             parent=number - 1,
             time=1_700_000_000.0 + number,
             step=number * 100,
-            trained_through={"events:0": PartitionProgress(number * 10)},
+            through={"events:0": number * 10},
             metrics=metrics or {"now": 0.875},
             schema=schema or Schema(config.pipeline.events).digest,
-            encoders={},
-            model=ModelReference("my_model:build", {"hidden": 128} if args is None else args, "classification"),
-            files={},
+            factory="my_model:build",
+            args={"hidden": 128} if args is None else args,
             base=base,
         )
         versions.write(
@@ -228,13 +227,8 @@ def test_torch_is_not_loaded(config, publish):
 
 
 @pytest.fixture
-def run(config, capsys):
-    def call(*arguments):
-        code = cli.main(["versions", *map(str, arguments), "-c", str(config.path)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+def run(config, anabranch):
+    return lambda *arguments: anabranch("versions", *arguments, "-c", config.path)
 
 
 def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(run, publish):

@@ -18,8 +18,9 @@ from anabranch.learner.object_storage.bucket_storage import BucketStorage
 from anabranch.learner.object_storage.head import Kind, generation_of
 from anabranch.learner.object_storage.lease import Lease
 from anabranch.learner.state_dir.folders import MANIFEST
-from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions
+from anabranch.learner.versions.format import Verdict, Versions
 from anabranch.replay.erasure.erased_events import ErasedEvents
+from tests.support.manifests import manifest_of
 
 T = TypeVar("T")
 HOUR = timedelta(hours=1)
@@ -109,19 +110,7 @@ def checkpoint(step, carried, *segments):
 
 
 def version(number, generation):
-    return Manifest(
-        number=number,
-        generation=generation,
-        parent=None,
-        time=1.0,
-        step=number,
-        trained_through={},
-        metrics={},
-        schema="digest",
-        encoders={},
-        model=ModelReference("m:build", {}, "regression"),
-        files={},
-    )
+    return manifest_of(number, generation=generation, time=1.0, schema="digest", task="regression")
 
 
 def paths(bucket):

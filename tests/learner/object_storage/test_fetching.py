@@ -38,10 +38,11 @@ from anabranch.learner.settings.storage import StorageSettings
 from anabranch.learner.state_dir.folders import COPIES, PARTIAL, REBUILD, discard_partial
 from anabranch.learner.state_dir.lock import GENERATION, lock_state_directory
 from anabranch.learner.status.metrics import LearnerMetrics
-from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions
+from anabranch.learner.versions.format import Verdict, Versions
 from anabranch.replay.erasure.erased_events import ErasedEvents
 from anabranch.replay.erasure.erasure_log import NAME, ErasureLog
 from anabranch.replay.row_source import RowSource
+from tests.support.manifests import manifest_of
 
 
 @pytest.fixture
@@ -74,19 +75,7 @@ def upload_as(held, folder, *steps):
 
 
 def version(number):
-    return Manifest(
-        number=number,
-        generation=1,
-        parent=None,
-        time=1.0,
-        step=number,
-        trained_through={},
-        metrics={},
-        schema="digest",
-        encoders={},
-        model=ModelReference("m:build", {}, "regression"),
-        files={},
-    )
+    return manifest_of(number, time=1.0, schema="digest", task="regression")
 
 
 def upload_version(settings, folder, number):

@@ -22,9 +22,10 @@ from anabranch.learner.object_storage.lease import Lease
 from anabranch.learner.state_dir.bases import bases_in
 from anabranch.learner.state_dir.folders import MANIFEST
 from anabranch.learner.state_dir.trained_through import PartitionProgress
-from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions
+from anabranch.learner.versions.format import Verdict, Versions
 from anabranch.replay.erasure.erased_events import ByRange
 from anabranch.replay.erasure.erasure_log import NAME, ErasureLog
+from tests.support.manifests import manifest_of
 
 PATIENCE = timedelta(seconds=60)
 
@@ -118,18 +119,13 @@ class UploadBench:
 
     def version(self, number, verdict="pass"):
         """Write a version."""
-        manifest = Manifest(
-            number=number,
+        manifest = manifest_of(
+            number,
             generation=self.generation,
-            parent=None,
             time=time.time(),
-            step=number,
             trained_through={"t:0": PartitionProgress(0, number)},
-            metrics={},
             schema="",
-            encoders={},
-            model=ModelReference("f", {}, "classification"),
-            files={},
+            factory="f",
             base=self.versions.base,
         )
         self.versions.write({"w": torch.full((10,), float(number))}, manifest, Verdict(verdict))

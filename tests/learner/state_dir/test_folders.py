@@ -21,9 +21,10 @@ from anabranch.learner.object_storage.bucket_storage import BucketStorage
 from anabranch.learner.object_storage.lease import Lease
 from anabranch.learner.state_dir import folders as storage_module
 from anabranch.learner.state_dir.folders import MANIFEST, Storage
-from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions
+from anabranch.learner.versions.format import Verdict, Versions
 from anabranch.replay.row_source import TierRows
 from tests.memory_storage import MemoryStorage
+from tests.support.manifests import manifest_of
 from tests.support.s3 import S3Prefix
 
 Maker = Callable[[Path, Callable[[], S3Prefix]], Storage]
@@ -198,19 +199,7 @@ def test_a_checkpoint_and_its_links_are_read_back(storage, tmp_path):
 
 def test_a_version_is_judged_again_and_deleted(storage, tmp_path):
     versions = Versions(tmp_path / "nowhere", storage)
-    manifest = Manifest(
-        number=1,
-        generation=3,
-        parent=None,
-        time=1.0,
-        step=10,
-        trained_through={},
-        metrics={},
-        schema="digest",
-        encoders={},
-        model=ModelReference("m:build", {}, "regression"),
-        files={},
-    )
+    manifest = manifest_of(1, generation=3, time=1.0, step=10, schema="digest", task="regression")
     versions.write({"w": torch.ones(9)}, manifest, Verdict("inconclusive"))
     assert versions.weights(versions.manifest(1))["w"].tolist() == [1.0] * 9
     assert versions.size_bytes(1) > 36

@@ -1,25 +1,11 @@
 """How far a version is trained, as replies have it."""
 
-from anabranch.learner.state_dir.trained_through import PartitionProgress
-from anabranch.learner.versions.format import Manifest, ModelReference
 from anabranch.serving.model.loaded_version import progress_of
+from tests.support.manifests import manifest_of
 
 
 def manifest(seen_through=None):
-    return Manifest(
-        number=1,
-        generation=1,
-        time=0.0,
-        step=1,
-        schema="",
-        files={},
-        parent=None,
-        trained_through={"labels:0": PartitionProgress(4), "events:1": PartitionProgress(7)},
-        metrics={},
-        encoders={},
-        model=ModelReference("m:build", {}, "classification"),
-        seen_through=seen_through,
-    )
+    return manifest_of(1, schema="", through={"labels:0": 4, "events:1": 7}, seen_through=seen_through)
 
 
 def test_a_reply_says_how_far_the_version_is_trained():

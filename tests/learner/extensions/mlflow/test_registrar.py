@@ -13,8 +13,9 @@ from anabranch.learner.extensions.mlflow import extension as module
 from anabranch.learner.extensions.mlflow.extension import NAME, WITHDRAWN, Registrar
 from anabranch.learner.extensions.mlflow.mlflow_client import MlflowClientRegistry
 from anabranch.learner.settings.mlflow import MlflowSettings
-from anabranch.learner.state_dir.trained_through import NewlyTrained, PartitionProgress
-from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.learner.state_dir.trained_through import NewlyTrained
+from anabranch.learner.versions.format import RegistryState, Verdict, Versions
+from tests.support.manifests import manifest_of
 
 SOURCE = "s3://models/digits/versions/{number}"
 ALIAS = ("digits", "served")
@@ -31,18 +32,16 @@ def publish(versions):
 
     def write(*numbers, verdict="pass"):
         for number in numbers:
-            manifest = Manifest(
-                number=number,
+            manifest = manifest_of(
+                number,
                 generation=3,
                 parent=number - 1 or None,
                 time=1000.0 + number,
                 step=10 * number,
-                trained_through={"events:0": PartitionProgress(offset=100 * number)},
+                through={"events:0": 100 * number},
                 metrics={"now": 0.5, "class_a b%": 0.25},
                 schema="d" * 64,
-                encoders={},
-                model=ModelReference("m:build", {"width": 8}, "classification"),
-                files={},
+                args={"width": 8},
                 learned=NewlyTrained(7, [1]),
             )
             judged = Verdict(verdict, ["no worse"], {"old_drop": 0.01})  # type: ignore[arg-type]

@@ -27,32 +27,18 @@ from anabranch.learner.settings.learner import GateSettings, LearnerSettings
 from anabranch.learner.settings.mlflow import MlflowSettings
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.settings.pipeline import PipelineSettings
-from anabranch.learner.state_dir.trained_through import PartitionProgress
 from anabranch.learner.stream.partition_ledger import PartitionLedger
-from anabranch.learner.versions.format import Manifest, ModelReference
 from anabranch.learner.versions.origin import origin_of, settings_of_weights
 from anabranch.replay.settings import ReplaySettings
 from tests.learner.learner_spec import learner_spec
 from tests.support.extend_pages import follow
+from tests.support.manifests import manifest_of
 
 ON_SHELF = {"tiers": {"shelf": {"factory": "tests.support.shelf:ShelfFactory", "bytes": "1MB"}}}
 
 
 def manifest(step, offset, generation, seen=None):
-    return Manifest(
-        number=1,
-        generation=generation,
-        parent=None,
-        time=0.0,
-        step=step,
-        trained_through={"events:0": PartitionProgress(offset)},
-        seen_through=seen,
-        metrics={},
-        schema="s",
-        encoders={},
-        model=ModelReference("m:build", {}, "classification"),
-        files={},
-    )
+    return manifest_of(1, generation=generation, step=step, through={"events:0": offset}, seen_through=seen, schema="s")
 
 
 def write(path, number, step, position, generation):

@@ -20,7 +20,8 @@ from anabranch.learner.model.trained_set import trained_state, write_base
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.state_dir.bases import bases_in
 from anabranch.learner.strategies.teacher_loss import check_distil
-from anabranch.learner.versions.format import Manifest, RegistryState, Verdict, Versions, reference_to
+from anabranch.learner.versions.format import RegistryState, Verdict, Versions, reference_to
+from tests.support.manifests import manifest_of
 
 CPU = torch.device("cpu")
 MODULE = "anabranch_teacher_test_models"
@@ -92,17 +93,11 @@ def publish(path, number, name="Both", encoders=None, adapter=None):
     settings = ModelSettings.model_validate({"factory": f"{MODULE}:{name}", "adapter": adapter})
     module = build_on_device(settings, path, CPU)
     words = {"word": {"vocab": ["a", "b"]}} if encoders is None else dict(encoders)
-    manifest = Manifest(
-        number=number,
-        generation=1,
-        parent=None,
-        time=0.0,
+    manifest = manifest_of(
+        number,
         step=1,
-        trained_through={},
-        metrics={},
         schema="s",
         encoders=words,
-        files={},
         base=write_base(bases_in(path), module),
         model=reference_to(settings),
     )

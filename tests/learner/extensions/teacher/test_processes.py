@@ -8,9 +8,10 @@ import torch
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.settings.model import ModelSettings
-from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
+from anabranch.learner.versions.format import Verdict, Versions, reference_to
 from anabranch.serving.reporting.report import read_report
 from tests.pipelines import Part, adds_up, events, total
+from tests.support.manifests import manifest_of
 from tests.support.ports import first_free_port
 
 MODEL = """
@@ -139,17 +140,5 @@ def publish(folder):
             {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
         )
     )
-    manifest = Manifest(
-        number=1,
-        generation=1,
-        parent=None,
-        time=0.0,
-        step=1,
-        trained_through={},
-        metrics={},
-        schema=schema.digest,
-        encoders={},
-        model=reference_to(ModelSettings(factory="tiny_model:teach")),
-        files={},
-    )
+    manifest = manifest_of(1, schema=schema.digest, model=reference_to(ModelSettings(factory="tiny_model:teach")))
     Versions(folder / "var" / "versions").write({"weight": 20 * torch.eye(3)}, manifest, Verdict("pass"))

@@ -37,13 +37,14 @@ from anabranch.learner.state_dir.folders import Folder, Storage
 from anabranch.learner.state_dir.trained_through import PartitionProgress
 from anabranch.learner.state_dir.undo_file import LOCK, NAME, UndoRecord, WentBack, append_record, ranges_of, read_undo
 from anabranch.learner.stream.partition_ledger import PartitionLedger
-from anabranch.learner.versions.format import WEIGHTS, Manifest, ModelReference, Versions
+from anabranch.learner.versions.format import WEIGHTS, ModelReference, Versions
 from anabranch.learner.versions.tainted import seen_by_version
 from anabranch.replay.erasure.erased_events import ByRange
 from anabranch.replay.erasure.erasure_log import ErasureLog
 from anabranch.testing.stores import sample_of
 from tests.learner.extensions.undo.undo_bench import NAMES, Missing, UndoBench
 from tests.learner.learner_bench import TIERS
+from tests.support.manifests import manifest_of
 
 COUNT = 1200
 FLIPPED: Missing = {NAMES[0]: {*range(500, 620), 700, 702, 950}, NAMES[1]: {*range(640, 660)}}
@@ -411,19 +412,7 @@ def test_no_version_appears_once_an_undo_is_ordered_though_it_was_being_written(
 def test_a_version_is_tainted_from_the_first_undone_offset_on(tmp_path, progress, seen):
     made = record(tmp_path, FLIPPED)
     reference = ModelReference("m:build", {}, "classification")
-    manifest = Manifest(
-        number=1,
-        generation=1,
-        time=0.0,
-        step=1,
-        schema="",
-        files={},
-        parent=None,
-        metrics={},
-        encoders={},
-        model=reference,
-        trained_through={"payments:0": progress},
-    )
+    manifest = manifest_of(1, schema="", model=reference, trained_through={"payments:0": progress})
     names = list(made.ranges)
     assert seen_by_version(manifest, names, torn=False).taints(made) == seen
     assert seen_by_version(manifest, names, torn=True).taints(made), "the message after may be seen in part"
