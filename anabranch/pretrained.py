@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.core.failures import DamagedError
 from anabranch.core.files import MOST_BYTES, read_file
 from anabranch.learner.errors import ModelError
@@ -219,10 +219,8 @@ def _encoder(path: str, config_folder: Path, *, frozen: bool, trim: bool) -> Tex
     """Load the encoder of a folder, in float32 on the CPU."""
     where = f'model.args.path = "{path}"'
     stay_offline()  # whatever config.json names
-    try:
+    with needs("anabranch.pretrained", "transformers", "hf"):
         import transformers
-    except ImportError as exc:
-        raise SettingsError('anabranch.pretrained needs transformers: pip install "anabranch[hf]"') from exc
     # What is wrong with the weights is in our sentence.
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

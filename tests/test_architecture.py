@@ -48,7 +48,6 @@ ALLOWED_IN = {
     "ptars": {"ingest/formats/protobuf_schema/columns.py"},
     "pynvml": {"learner/device/nvml.py"},
     "pyarrow": {
-        "ingest/formats/arrow_writer.py",
         "ingest/formats/arrow.py",
         "ingest/formats/arrow_columns.py",
         "ingest/formats/avro_records/columns.py",

@@ -12,7 +12,7 @@ import pytest
 
 from anabranch.ingest.backfill.row_decoder import RowDecoder
 from anabranch.ingest.events.schema import Schema
-from anabranch.ingest.formats.arrow_writer import pack_batch
+from anabranch.ingest.formats.arrow import pack_batch
 from anabranch.ingest.formats.base import Decoded
 from anabranch.ingest.formats.registry import make_decoder
 from anabranch.ingest.schema_registry.writer_schema import WriterSchema

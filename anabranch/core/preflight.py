@@ -9,6 +9,7 @@ import msgspec
 
 from anabranch.core.die_with_parent import lives
 from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.core.net import TakenError, listen
 
 Level = Literal["ok", "info", "warning", "problem"]
@@ -57,9 +58,12 @@ def problem(kind: str, message: str, fix: str, *, unreachable: bool = False) -> 
 
 def check_import(what: str, module: str, extra: str) -> Iterator[Finding]:
     """Yield that a module cannot be imported which `what` needs, and which an extra brings."""
-    if not can_import(module):
-        message = f"{what} needs {module}, which cannot be imported."
-        yield problem("install.extra", message, f"Install it: pip install 'anabranch[{extra}]'.")
+    try:
+        with needs(what, module, extra):
+            importlib.import_module(module)
+    except SettingsError as exc:
+        said, _, fix = str(exc).rpartition(": ")
+        yield problem("install.extra", f"{said}, which cannot be imported.", f"Install it: {fix}.")
 
 
 def can_import(module: str) -> bool:

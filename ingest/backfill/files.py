@@ -15,6 +15,7 @@ import msgspec
 from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.ingest.errors import HistoryAwayError
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import PartitionFingerprint
@@ -166,11 +167,8 @@ def store_of(name: str, settings: BackfillSettings) -> FileStore:
     """Return the store of a file or pattern: URLs need the extra `storage`."""
     if "://" not in name or name.startswith("file://"):
         return LocalFiles()
-    try:
-        # Imported here since it is an extra.
+    with needs(f"stream.backfill.files: {name}", "obstore", "storage"):
         from anabranch.ingest.backfill.object_store import object_store
-    except ImportError as exc:
-        raise SettingsError(f"stream.backfill.files: {name} needs obstore: pip install 'anabranch[storage]'") from exc
     parts = urlsplit(name)
     options = tuple((key, value.get_secret_value()) for key, value in settings.storage.items())
     return object_store(f"{parts.scheme}://{parts.netloc}/", options)

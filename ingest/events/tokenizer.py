@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.core.failures import DamagedError, panics_are_errors
 from anabranch.core.files import read_file
 from anabranch.ingest.settings.features import TokenizerFile
@@ -107,11 +108,8 @@ class TokenizerEncoder:
             raise SettingsError(f"{self._name} cannot be read: {reason}; name the tokenizer.json of a model") from exc
 
     def _parsed(self, content: bytes) -> Any:
-        try:
-            # Imported here since it is an extra.
+        with needs(self._name, "tokenizers", "hf"):
             from tokenizers import Tokenizer
-        except ImportError as exc:
-            raise SettingsError(f"{self._name} needs tokenizers: pip install 'anabranch[hf]'") from exc
         # Its threads would take cores from the learner, and a forked process does not have them.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         with self._refusing("it is not a tokenizer.json"):

@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.core.users_code import build
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.base import Format, RecordDecoder
@@ -51,11 +51,8 @@ def format_class(name: str) -> type[Format]:
         SettingsError: it needs an extra that is not installed.
     """
     if name == "arrow":
-        try:
-            # Imported here since it is an extra.
+        with needs('stream.format = "arrow"', "pyarrow", "arrow"):
             from anabranch.ingest.formats.arrow import ArrowFormat
-        except ImportError as exc:
-            raise SettingsError("stream.format = \"arrow\" needs pyarrow: pip install 'anabranch[arrow]'") from exc
         return ArrowFormat
     return {"json": JsonFormat, "rows": RowsFormat}.get(name) or FORMAT.find(name)
 
@@ -71,8 +68,7 @@ def make_decoder(writer: WriterSchema, schema: Schema) -> RecordDecoder:
 
 
 def _decoders(kind: SchemaKind) -> MakeDecoder:
-    try:
-        # Imported here since they are extras.
+    with needs(f'stream.format = "{kind}"', "a package", "registry"):
         if kind == "avro":
             from anabranch.ingest.formats.avro import make_decoder as make_avro_decoder
 
@@ -84,5 +80,3 @@ def _decoders(kind: SchemaKind) -> MakeDecoder:
         from anabranch.ingest.formats.json_schema import make_decoder as make_json_schema_decoder
 
         return lambda writer, schema, _: make_json_schema_decoder(writer, schema)
-    except ImportError as exc:
-        raise SettingsError(f"stream.format = \"{kind}\" needs a package: pip install 'anabranch[registry]'") from exc

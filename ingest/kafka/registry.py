@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.ingest.kafka.client import Client
 from anabranch.ingest.settings.stream import StreamSettings
 
@@ -14,12 +14,8 @@ def _kafka_python(settings: StreamSettings) -> Client:
 
 
 def _confluent(settings: StreamSettings) -> Client:
-    try:
+    with needs('stream.client = "confluent"', "confluent-kafka", "fast"):
         from anabranch.ingest.kafka.confluent.client import ConfluentClient
-    except ImportError as exc:
-        raise SettingsError(
-            "stream.client = \"confluent\" needs confluent-kafka: pip install 'anabranch[fast]'"
-        ) from exc
     return ConfluentClient(settings)
 
 

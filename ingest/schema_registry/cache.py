@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from anabranch.core.backoff import Backoff
-from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.core.job_thread import JobThread
 from anabranch.ingest.errors import MissingSchemaError, OversizedSchemaError, RegistryError
 from anabranch.ingest.schema_registry.sized_cache import SizedCache
@@ -64,11 +64,8 @@ def writer_schemas(stream: StreamSettings, *, is_patient: bool = True) -> "Write
     """
     if stream.registry is None:
         return None
-    try:
-        # Imported here since it is an extra.
+    with needs("stream.registry", "requests", "registry"):
         from anabranch.ingest.schema_registry.client import RegistryClient
-    except ImportError as exc:
-        raise SettingsError("stream.registry needs requests: pip install 'anabranch[registry]'") from exc
     client = RegistryClient(stream.registry, are_serialized=stream.format == "protobuf")
     return WriterSchemas(stream.registry, client, is_patient=is_patient)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.learner.errors import ModelError
 from anabranch.learner.model.base_precision import stay_offline, store_frozen
 from anabranch.learner.model.converter import ModelContext, ModelConverter
@@ -41,12 +41,8 @@ class Adapter(ModelConverter):
         """
         settings = self._settings
         stay_offline()
-        try:
+        with needs("[model.adapter]", "peft", "hf", "take the section out"):
             from peft import LoraConfig, inject_adapter_in_model
-        except ImportError as exc:
-            raise SettingsError(
-                '[model.adapter] needs peft: pip install "anabranch[hf]", or take the section out'
-            ) from exc
         trained = _trained_modules(model, settings)
         targets = _target_names(model, settings, trained)
         config = LoraConfig(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.learner.errors import ModelError
 
 BasePrecision = Literal["bf16", "nf4"]
@@ -75,12 +75,8 @@ def stored(layer: nn.Module, precision: BasePrecision) -> nn.Module:
 def load_bitsandbytes() -> None:
     """Import bitsandbytes; raises SettingsError where it is not installed."""
     stay_offline()
-    try:
+    with needs('model.adapter.base_precision = "nf4"', "bitsandbytes", "nf4", 'write "bf16"'):
         import bitsandbytes  # noqa: F401
-    except ImportError as exc:
-        raise SettingsError(
-            'model.adapter.base_precision = "nf4" needs bitsandbytes: pip install "anabranch[nf4]", or write "bf16"'
-        ) from exc
 
 
 def stay_offline() -> None:

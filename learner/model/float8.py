@@ -7,7 +7,7 @@ keep their names, their shapes and float32: versions and checkpoints do not depe
 from torch import nn
 from typing_extensions import override
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.learner.errors import ModelError
 from anabranch.learner.model.converter import ModelContext, ModelConverter
 
@@ -29,12 +29,8 @@ class Float8(ModelConverter):
             SettingsError: torchao is not installed.
             ModelError: the model has no linear layer for it.
         """
-        try:
+        with needs('learner.precision = "fp8"', "torchao", "fp8", 'write "bf16"'):
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        except ImportError as exc:
-            raise SettingsError(
-                'learner.precision = "fp8" needs torchao: pip install "anabranch[fp8]", or write "bf16"'
-            ) from exc
         if not any(map(_fits, model.modules())):
             raise ModelError(
                 f'learner.precision = "fp8": no nn.Linear of the model has sizes that are multiples of {_MULTIPLE}; '

@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.core.failures import away_is_dependency
 from anabranch.replay.settings import RedisSettings
 from anabranch.replay.snapshot import StoreSnapshot, TierRef
@@ -184,10 +185,8 @@ class RedisTierFactory(TierFactory):
     def connect(self, opened: ExitStack, *, needed: bool) -> None:
         if self._section is None:
             return
-        try:
+        with needs("replay.redis", "redis", "redis"):
             from anabranch.replay.tiers.redis_server import RedisServer
-        except ImportError as exc:  # its client is an extra
-            raise SettingsError(f"replay.redis needs {exc.name}; install it: pip install 'anabranch[redis]'") from exc
         assert self._context.keys
         server = RedisServer(self._section.url.get_secret_value(), f"anabranch:{self._context.keys}:")
         self._server = opened.enter_context(server)

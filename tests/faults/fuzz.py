@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from anabranch.ingest.events.schema import Schema
-from anabranch.ingest.formats.arrow_writer import pack_batch
+from anabranch.ingest.formats.arrow import pack_batch
 from anabranch.ingest.formats.rows import pack_rows, row_dtype
 from anabranch.ingest.settings.stream import SchemaSettings
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, producer

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import anabranch.ingest.reader.ingest_process
-from anabranch.ingest.child_environment import without_settings
+from anabranch.ingest.reader.ingest_process import without_settings
 from anabranch.ingest.reader.reader import BlockReader
 from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
 

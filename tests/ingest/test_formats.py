@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
-from anabranch.ingest.formats.arrow_writer import pack_batch
+from anabranch.ingest.formats.arrow import pack_batch
 from anabranch.ingest.formats.base import WHOLE_MESSAGE
 from anabranch.ingest.formats.registry import format_class
 from anabranch.ingest.formats.rows import pack_rows, row_dtype

@@ -22,6 +22,7 @@ import typer
 
 from anabranch.commands.event_files.columns import Columns, cell_reader
 from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_format, other_than_lines, start_of, unpacked
 from anabranch.ingest.events.schema import Schema
 
@@ -225,13 +226,10 @@ class _Csv:
 
 class _Parquet:
     def __init__(self, path: Path, name: str, schema: Schema, stack: contextlib.ExitStack, *, checked: bool) -> None:
-        try:
-            # Imported here since it is an extra.
+        with needs(f"{name}: Parquet", "pyarrow", "arrow"):
             from pyarrow import ArrowException
 
             from anabranch.ingest.backfill.parquet_file import ParquetRows
-        except ImportError as exc:
-            raise SettingsError(f"{name}: Parquet needs pyarrow: pip install 'anabranch[arrow]'") from exc
         if path == STDIN:
             raise SettingsError("Parquet cannot be read from stdin, since its end is read first: name the file")
         self._errors = ArrowException, ValueError

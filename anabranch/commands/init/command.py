@@ -11,6 +11,7 @@ import typer
 from anabranch.command import command, say
 from anabranch.commands.init.files import write_files
 from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 
 FILES = ("pipeline.toml", "my_model.py", "events.jsonl")
 
@@ -86,11 +87,8 @@ def write_history(
     """
     if pattern is None or label is None:
         raise SettingsError("--history and --label go together: which files, and which of their columns to predict")
-    try:
-        # Imported here since it is an extra.
+    with needs("--history", "pyarrow", "arrow"):
         from anabranch.commands.init.history import described_pipeline
-    except ImportError as exc:
-        raise SettingsError("--history needs pyarrow: pip install 'anabranch[arrow]'") from exc
     contents, remarks = described_pipeline(folder, pattern, label)
     return write_files(folder, contents, force=force), remarks
 

@@ -11,6 +11,7 @@ from anabranch.commands.init.files import Classes, PipelineField, pipeline_files
 from anabranch.commands.init.subject_fields import fields_of_subject
 from anabranch.config.toml_text import toml_value
 from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.ingest.schema_registry.writer_schema import WriterSchema
 from anabranch.ingest.settings.registry import RegistrySettings
 
@@ -78,11 +79,8 @@ def _files(writer: WriterSchema, fields: Sequence[PipelineField], options: Subje
 
 
 def _newest(options: SubjectOptions, environment: Mapping[str, str]) -> WriterSchema:
-    try:
-        # Imported here since it is an extra.
+    with needs("init --subject", "requests", "registry"):
         from anabranch.ingest.schema_registry.client import RegistryClient
-    except ImportError as exc:
-        raise SettingsError("init --subject needs requests: pip install 'anabranch[registry]'") from exc
     given = {
         name: environment[f"{_PREFIX}{name.upper()}"]
         for name in ("user", "password", "token", "ca")

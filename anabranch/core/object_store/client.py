@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.core.failures import panicked
 
 _CLIENT_OPTIONS = {
@@ -35,11 +36,9 @@ def open_store(url: str, options: Mapping[str, str], key: str, retries: int = _R
     Raises:
         SettingsError: obstore does not recognize the URL or an option, or is not installed.
     """
-    try:
+    with needs(key, "obstore", "storage"):
         from obstore.exceptions import BaseError
         from obstore.store import MemoryStore, from_url
-    except ImportError as exc:
-        raise SettingsError(f'{key} needs the extra "storage": pip install "anabranch[storage]"') from exc
     client: Any = {name: value for name, value in options.items() if name in _CLIENT_OPTIONS}
     own: Any = {name: value for name, value in options.items() if name not in _CLIENT_OPTIONS}
     if any(value.startswith("http://") for value in (url, *options.values())):

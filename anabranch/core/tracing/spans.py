@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.core.tracing.context import Attributes
 from anabranch.core.tracing.settings import TracingSettings
 
@@ -67,14 +67,9 @@ def tracing(
     if settings is None:
         yield
         return
-    try:
-        # Imported here since it is an extra.
+    with needs("[tracing]", "OpenTelemetry", "otel", "take the section out"):
         from anabranch.core.tracing.provider import open_provider
         from anabranch.core.tracing.tracer import Tracer
-    except ImportError as exc:
-        raise SettingsError(
-            f'[tracing] needs OpenTelemetry ({exc}): pip install "anabranch[otel]", or take the section out'
-        ) from exc
     with open_provider(settings, part, folder, left_out) as tracer:
         _tracers.append(Tracer(tracer, settings.sample, left_out))
         try:

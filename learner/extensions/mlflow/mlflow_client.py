@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.extras import needs
 from anabranch.learner.errors import RegistrationError, RegistrationRefusedError
 from anabranch.learner.extensions.mlflow.registry import ERRORS, Answer, Call, Opening, Registration
 from anabranch.learner.settings.mlflow import MlflowSettings
@@ -53,14 +54,9 @@ class MlflowClientRegistry:
         """
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
-        try:
-            # Imported here since it is an extra, which takes a second.
+        with needs("[mlflow]", "mlflow-skinny", "mlflow", "take the section out"):  # which takes a second
             from mlflow import MlflowClient
             from mlflow.exceptions import MlflowException
-        except ImportError as exc:
-            raise SettingsError(
-                f'[mlflow] needs mlflow-skinny ({exc}): pip install "anabranch[mlflow]", or take the section out'
-            ) from exc
         self._error: type[Exception] = MlflowException
         self.location = settings.tracking_uri
         try:

@@ -335,8 +335,8 @@ def test_a_processor_of_the_user_that_raises_costs_its_spans_alone(tmp_path, mon
 @pytest.mark.parametrize(
     ("module", "protocol", "command"),
     [
-        ("opentelemetry.sdk.trace", "http/protobuf", 'pip install "anabranch\\[otel]"'),
-        ("opentelemetry.trace", "http/protobuf", 'pip install "anabranch\\[otel]"'),
+        ("opentelemetry.sdk.trace", "http/protobuf", "pip install 'anabranch\\[otel]'"),
+        ("opentelemetry.trace", "http/protobuf", "pip install 'anabranch\\[otel]'"),
         (
             "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
             "grpc",

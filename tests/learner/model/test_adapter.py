@@ -183,11 +183,11 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("package", "settings", "sentence"),
         [
-            ("peft", {}, r'\[model.adapter\] needs peft: pip install "anabranch\[hf\]", or take the section out'),
+            ("peft", {}, r"\[model.adapter\] needs peft: pip install 'anabranch\[hf\]', or take the section out"),
             (
                 "bitsandbytes",
                 {"base_precision": "nf4"},
-                r'base_precision = "nf4" needs bitsandbytes: pip install "anabranch\[nf4\]", or write "bf16"',
+                r"base_precision = .nf4. needs bitsandbytes: pip install 'anabranch\[nf4\]', or write .bf16.",
             ),
         ],
     )

@@ -298,5 +298,5 @@ def test_settings_say_what_is_wrong(monkeypatch):
     with pytest.raises(ValueError, match="alias"):
         MlflowSettings(tracking_uri="http://m", alias="v1")
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(SettingsError, match=r'pip install "anabranch\[mlflow\]"'):
+    with pytest.raises(SettingsError, match=r"pip install 'anabranch\[mlflow\]'"):
         MlflowClientRegistry(MlflowSettings(tracking_uri="http://m"), "digits", SOURCE)
