@@ -91,6 +91,7 @@ from anabranch.learner.step.loop_state import LoopComponents, LoopMetrics
 from anabranch.learner.step.replay_feed import make_feed
 from anabranch.learner.stream.lag import LagPolicy
 from anabranch.learner.train.build import build_training_setup
+from anabranch.learner.train.cpu_choice import fastest_steps
 from anabranch.learner.train.micro_batches import StepHooks
 from anabranch.learner.train.out_of_memory import MemoryRetry, oom_warning
 from anabranch.learner.train.profiler import ProfilerWindow
@@ -194,6 +195,8 @@ class Assembly:
         stack.enter_context(without_denormals(device))
         retry = MemoryRetry(device, self.stop)
         self.setup = retry(lambda: build_training_setup(spec, device))
+        if channel is None:
+            stack.enter_context(fastest_steps(self.setup))
         known = functools.partial(_latest_generation, spec.state_dir)
         self._generation = stack.enter_context(
             lock_state_directory(spec.state_dir, self.stop, spec.learner.stop_timeout, known)

@@ -170,7 +170,7 @@ def run_trial(pipeline: Pipeline, send: Callable[[Message], None], *, on_device:
     device = try_device(pipeline, send)
     server = check_device(serving.device, device, visible, send)
     send_all(check_sharing(sharing, device))
-    if learner.compile:
+    if learner.compile is True:
         send_all(check_compiler(device.type))
     on_host = replay.device_memory == "host" or device.type != "cuda"
     model = ModelTrial(pipeline, send, on_device=on_device).run(device)

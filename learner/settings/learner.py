@@ -157,8 +157,9 @@ class LearnerSettings(Section):
     activation_checkpointing: bool | list[str] = False
     """Names of modules that keep only their inputs, and recompute activations for the gradient: less memory for a third
     more time. `true`: the members of the model's outermost `nn.Sequential`."""
-    compile: bool = False
-    """Whether to compile the model with torch; where that fails, it runs uncompiled, with a warning."""
+    compile: bool | Literal["auto"] = False
+    """Whether to compile the model with torch; where that fails, it runs uncompiled, with a warning. `auto`, without
+    replicas on a CPU: trials at start, of a second, choose threads and channels last instead."""
     graphs: bool = False
     """On a CUDA device: whether to launch the passes of a step as one CUDA graph, where its size has come before; a
     pass that cannot be recorded runs as it is, with a warning."""

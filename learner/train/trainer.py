@@ -69,7 +69,7 @@ class Trainer:
         self._ranks = ranks
         context = ModelContext(device, schema)
         recomputed = Recomputation(settings.activation_checkpointing).convert(model, context)
-        compilation = Compilation(setup.precision, ranks, enabled=settings.compile)
+        compilation = Compilation(setup.precision, ranks, enabled=settings.compile is True)
         self.trained_module = compilation.convert(ranks.wrap(recomputed), context)
         """The model as steps run it: in a group of ranks, or compiled."""
         kind = StepRunner if ranks.pipeline is None else PipelinedRunner

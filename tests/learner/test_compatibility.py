@@ -99,6 +99,7 @@ def test_what_is_not_refused_learns(schema, cell, monkeypatch):
             'replay.sampling = "similar" does not go with learner.deterministic = true: neighbours are found in a sepa',
         ),
         ({"deterministic": True, "compile": True}, {}, "learner.compile = true does not go with learner.deterministic"),
+        ({"deterministic": True, "compile": "auto"}, {}, 'learner.compile = "auto" does not go with learner.determin'),
         (
             {"sync_every": 2, "comm_hook": "fp16"},
             {},
