@@ -54,11 +54,6 @@ class HostClock:
                     self._offset, self._later = self._later[1], None
             return monotonic + self._offset
 
-    @property
-    def now_ms(self) -> int:
-        """Milliseconds since 1970, as record times have them."""
-        return int(self.now() * 1000)
-
 
 HOST_CLOCK = HostClock()
 """The clock of this process."""

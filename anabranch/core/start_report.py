@@ -32,7 +32,10 @@ class StartReport(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def starting(state_dir: Path, part: str) -> Iterator[None]:
-    """Report the start of a part while the block runs, as `start_does` says; the file is removed at its end."""
+    """Report the start of a part while the block runs, as `start_does` says.
+
+    At the end the file is removed, unless it is another process's by then.
+    """
     path = _path(state_dir, part)
     _own.append((path, time.time()))
     with contextlib.suppress(OSError):  # the start says what is wrong with the folder
@@ -42,8 +45,9 @@ def starting(state_dir: Path, part: str) -> Iterator[None]:
         yield
     finally:
         _own.clear()
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if (newest := read_start(state_dir, part)) is not None and newest.pid == os.getpid():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def start_does(doing: str) -> None:

@@ -328,6 +328,13 @@ def test_a_part_that_starts_says_since_when_and_what_it_waits_for(config, now, b
     assert not list(config.state_dir.glob("*-start.json"))
 
 
+def test_the_start_of_another_process_is_left_alone(config):
+    other = msgspec.json.encode(StartReport(os.getppid(), time.time(), "builds the model"))
+    with starting(config.state_dir, "learner"):
+        (config.state_dir / "learner-start.json").write_bytes(other)
+    assert f"learner starting pid {os.getppid()}" in screen(config)
+
+
 def test_a_part_that_died_while_it_started_is_not_running(config, dead_pid):
     path = config.state_dir / "learner-start.json"
     path.write_bytes(msgspec.json.encode(StartReport(dead_pid, time.time(), "builds the model")))

@@ -65,10 +65,6 @@ def test_two_steps_forward_are_believed_one_after_the_other():
     assert host.clock.now() == pytest.approx(host.true + 2 * HOUR)
 
 
-def test_it_has_whole_milliseconds():
-    assert HostClock(lambda: 1.2345, lambda: 0.0).now_ms == 1234
-
-
 @given(
     st.lists(
         st.tuples(
