@@ -11,9 +11,18 @@ from typing_extensions import override
 from anabranch.core.failures import out_of_memory
 from anabranch.learner.model.device import Precision
 from anabranch.learner.settings.learner import LearnerSettings, ScheduleSettings
-from anabranch.learner.train.optimizers import build_optimizer, load_optimizer, param_of, state_scalars, state_tensors
+from anabranch.learner.train.optimizers import (
+    FusedAdam,
+    build_optimizer,
+    load_optimizer,
+    param_of,
+    state_scalars,
+    state_tensors,
+)
 from anabranch.learner.train.out_of_memory import memory_error
 from anabranch.learner.train.parallelism import Ranks, Weights
+
+_ONE = torch.ones(())
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -53,6 +62,7 @@ class OptimizerStep:
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.gradients = Gradients(self._trained, settings.max_grad_norm, ranks.weights)
         self.optimizer = ranks.shard(build_optimizer(settings.optimizer, self.gradients.leaves))
+        self._fused = FusedAdam.of(self.optimizer)
         self.schedule = Schedule(settings.schedule)
         self.scaler = LossScaler(device, enabled=precision.scaled)
         self.decides_on_device = (
@@ -87,6 +97,8 @@ class OptimizerStep:
         """
         optimizer: Any = self.optimizer
         try:
+            if self._fused is not None and self.has_state and self._fused.step(skip):
+                return
             # Not by `GradScaler.step`, which waits for the device to see what the caller has seen.
             if skip is not None:
                 optimizer.found_inf = skip  # as GradScaler passes it to fused optimizers
@@ -102,7 +114,7 @@ class OptimizerStep:
             )
             raise memory_error(self._device, message, advice, undone=False) from exc
         finally:
-            if skip is not None:
+            if hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
         self.has_state = True
 
@@ -252,8 +264,11 @@ class Gradients:
 
     def clear(self) -> None:
         """Set all gradients to None."""
-        for weight, leaf in zip(self._weights, self.leaves, strict=True):
-            weight.grad = leaf.grad = None
+        for weight in self._weights:
+            weight.grad = None
+        if self._shards.sharded:
+            for leaf in self.leaves:
+                leaf.grad = None
 
     def take(self) -> None:
         """Take this rank's shards of the gradients, where the weights are sharded."""
@@ -262,22 +277,25 @@ class Gradients:
         for weight, leaf in zip(self._weights, self.leaves, strict=True):
             leaf.grad = self._shards.gradient(weight)
 
-    @torch.no_grad()
     def clip(self) -> Tensor:
-        """Scale the gradients down to the largest allowed norm, bit for bit as `clip_grad_norm_` does.
+        """Scale the gradients down to the largest allowed norm, bit for bit as `clip_grad_norm_` does; called without a
+        graph.
 
         Returns:
-            Their norm before, a scalar on the device; correct up to rounding where any norm is allowed.
+            Their norm before, a scalar on the device; on a CPU where any norm is allowed, 0 if it is finite, else
+            infinite.
         """
-        with_gradients = [pair for pair in zip(self.leaves, self._counted, strict=True) if pair[0].grad is not None]
-        gradients = [leaf.grad for leaf, _ in with_gradients if leaf.grad is not None]
-        counted = [leaf.grad for leaf, is_counted in with_gradients if is_counted and leaf.grad is not None]
+        gradients = [gradient for leaf in self.leaves if (gradient := leaf.grad) is not None]
+        counted = gradients
+        if self._shards.sharded:
+            pairs = zip(self.leaves, self._counted, strict=True)
+            counted = [leaf.grad for leaf, is_counted in pairs if is_counted and leaf.grad is not None]
         if not counted:
             norm = self.leaves[0].detach().new_zeros(())
         elif math.isinf(self.max_norm) and counted[0].is_cpu:
-            # Only whether it is finite matters then, and this takes half the time.
-            squares = [torch.dot(flat, flat) for flat in (gradient.reshape(-1) for gradient in counted)]
-            norm = torch.stack(squares).sum().sqrt()
+            # A call in a tenth of the time of a norm: it sets `found` to 1, and multiplies by 1. atanh(1) is infinite.
+            torch._amp_foreach_non_finite_check_and_unscale_(counted, found := torch.zeros(()), _ONE)
+            norm = found.atanh_()
         else:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted)))
         if self._shards.sharded:

@@ -52,6 +52,82 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
         raise SettingsError(f"learner.optimizer: {settings.name} fails with {arguments}: {in_one_line(exc)}") from exc
 
 
+class FusedAdam:
+    """Steps of torch's fused Adam, bit for bit, without what torch looks up again in each: three quarters of the time
+    for a small model on a CPU. Keeps no state: that of the optimizer changes."""
+
+    def __init__(self, optimizer: torch.optim.Adam) -> None:
+        """Take an optimizer for which `of` returns one."""
+        self._optimizer = optimizer
+        self._weights: list[Tensor] = optimizer.param_groups[0]["params"]
+        decoupled = optimizer.defaults["decoupled_weight_decay"]
+        self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        self._first: dict[str, Tensor] | None = None
+        """The state of the first weight, by whose identity it shows that all were replaced."""
+        self._moments: tuple[list[Tensor], ...] = ()
+        """Means, means of squares, and steps."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "FusedAdam | None":
+        """Return one for a fused Adam or AdamW with a group of weights of one dtype on one device; None for others."""
+        # Not of a class of the user, which may take steps in another way.
+        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not isinstance(optimizer, torch.optim.Adam):
+            return None
+        if len(optimizer.param_groups) != 1:
+            return None
+        (group,) = optimizer.param_groups
+        kinds = {(weight.dtype, weight.device) for weight in group["params"]}
+        plain = not (group["amsgrad"] or group["capturable"] or group["differentiable"])
+        numbers = all(isinstance(value, float) for value in (group["lr"], *group["betas"]))
+        return cls(optimizer) if group["fused"] and plain and numbers and len(kinds) == 1 else None
+
+    def step(self, skip: Tensor | None = None) -> bool:
+        """Take a step, unless `skip`, a scalar on the device, is 1 instead of 0.
+
+        Returns:
+            False, and nothing has changed, where a weight has no gradient, or no state yet: `Optimizer.step` has to be
+            called.
+        """
+        gradients = [gradient for weight in self._weights if (gradient := weight.grad) is not None]
+        if len(gradients) < len(self._weights) or not self._has_found_moments():
+            return False
+        (group,), (means, squares, steps) = self._optimizer.param_groups, self._moments
+        with torch.no_grad():
+            torch._foreach_add_(steps, 1)
+            self._kernel(
+                self._weights,
+                gradients,
+                means,
+                squares,
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=group["maximize"],
+                grad_scale=None,
+                found_inf=skip,
+            )
+            if skip is not None:
+                torch._foreach_sub_(steps, [skip] * len(steps))
+        return True
+
+    def _has_found_moments(self) -> bool:
+        """Return whether all weights have their state, which `_moments` then has."""
+        state = self._optimizer.state
+        first = state.get(self._weights[0])
+        if first is None or first is not self._first:
+            states = [state[weight] for weight in self._weights if weight in state]
+            if len(states) < len(self._weights) or not all(states):
+                return False
+            names = "exp_avg", "exp_avg_sq", "step"
+            self._first, self._moments = first, tuple([each[name] for each in states] for name in names)
+        return True
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors, each as `<index of the parameter>.<name>`; its steps change them.
 

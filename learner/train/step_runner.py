@@ -94,7 +94,7 @@ class Attempt:
             loss_new=self.loss_new,
             old_R=self._old_losses(sampled),
             embedding_N=self._embeddings(sampled),
-            output_B=self.output_B[: self.rows],
+            output_B=_first(self.output_B, self.rows),
             replayed=sum(sampled) if self.picked is None else sum(map(len, self.picked)),
             rows=self.rows,
         )
@@ -125,6 +125,11 @@ class Attempt:
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     """Join tensors; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _first(values: Tensor, rows: int) -> Tensor:
+    """Return the first values; all of them without a view, which takes as long as a small sum."""
+    return values if values.shape[0] == rows else values[:rows]
 
 
 class StepRunner:
@@ -474,25 +479,33 @@ class StepRunner:
 
     def _measure(self, attempt: Attempt, total: Tensor, new: Examples) -> None:
         """Clip the gradient, and put the numbers of the step into `attempt`, of this rank and on the device."""
-        norm, rows = self.update.gradients.clip(), attempt.rows
         with torch.no_grad():
+            norm = self.update.gradients.clip()
             attempt.output_B = _cat(attempt.output)
-            output_B, label_B = attempt.output_B[:rows], new.label_B[:rows]
-            score = loss_new = norm.new_zeros(())
+            score: Tensor | None = None
             if self.fallback.error is None:  # else the step is undone, and its outputs may be of other events
                 try:
-                    loss_B = _cat(attempt.new)[:rows] if attempt.new else self.task.loss(output_B, label_B)
-                    score_B, labelled_B = self.task.score(output_B, label_B), new.labelled_B
-                    if labelled_B is not None:
-                        score_B, loss_B = (torch.where(labelled_B[:rows], each, 0) for each in (score_B, loss_B))
-                    score, loss_new = score_B.sum(), loss_B.sum()
+                    score, loss_new = self._scores_of_new(attempt, new)
                 except Exception as exc:  # the user's own code may raise anything
-                    if not self.fallback.recorded(exc, rows):
+                    if not self.fallback.recorded(exc, attempt.rows):
                         raise
+            if score is None:
+                score = loss_new = norm.new_zeros(())
             # An overflow can make running statistics non-finite while loss and gradient are finite.
             magnitude = attempt.before.magnitude()
             # Times 0 it is 0 or NaN: finite magnitudes of several ranks may add up to infinity.
             attempt.numbers = [score, loss_new, total, norm, *([] if magnitude is None else [magnitude * 0])]
+
+    def _scores_of_new(self, attempt: Attempt, new: Examples) -> tuple[Tensor, Tensor]:
+        """Return the sums of the scores and of the losses of the new events that have a label."""
+        rows = attempt.rows
+        output_B, label_B = _first(attempt.output_B, rows), _first(new.label_B, rows)
+        loss_B = _first(_cat(attempt.new), rows) if attempt.new else self.task.loss(output_B, label_B)
+        score_B = self.task.score(output_B, label_B)
+        if new.labelled_B is not None:
+            labelled_B = new.labelled_B[:rows]
+            score_B, loss_B = (torch.where(labelled_B, each, 0) for each in (score_B, loss_B))
+        return score_B.sum(), loss_B.sum()
 
     def _shrink(self, rows: int, error: Exception | None, counts: Sequence[int]) -> None:
         """Halve micro-batches after `rows` events of one ran out of memory on this rank; 0: on another rank."""

@@ -38,6 +38,9 @@ class StepSnapshot:
 
     def update(self) -> Self:
         """Copy the buffers and the RNG state as they are now."""
+        if not self._named and not any(self._owners):
+            self._copy_rng()  # the usual model without buffers
+            return self
         before = [buffer for _, _, buffer in self._named]
         self._named = [
             (owner, name, buffer) for owner in self._owners for name, buffer in owner.items() if buffer is not None

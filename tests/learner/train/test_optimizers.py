@@ -11,7 +11,7 @@ from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import OPTIMIZER, LearnerSettings, OptimizerSettings
 from anabranch.learner.strategies.registry import STRATEGIES
-from anabranch.learner.train.optimizers import OPTIMIZERS, build_optimizer
+from anabranch.learner.train.optimizers import OPTIMIZERS, FusedAdam, build_optimizer
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 
@@ -60,6 +60,55 @@ def test_the_fused_form_is_taken_where_it_is_faster_and_the_user_says_nothing(ar
     settings = OptimizerSettings.model_validate(arguments)
     optimizer = build_optimizer(settings, [nn.Parameter(torch.ones(3))])
     assert optimizer.param_groups[0].get("fused") is fused
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": "adamw"},
+        {"name": "adam", "weight_decay": 0.1, "betas": (0.8, 0.9)},
+        {"name": "adamw", "maximize": True},
+    ],
+    ids=str,
+)
+def test_steps_of_fused_adam_are_torchs_bit_for_bit_also_with_other_rates_gradients_and_state(arguments):
+    torch.manual_seed(0)
+    first, second = ([nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(3))] for _ in range(2))
+    settings = OptimizerSettings.model_validate({**arguments, "lr": 0.01})
+    ours, torchs = (build_optimizer(settings, weights) for weights in (first, second))
+    fused, taken = FusedAdam.of(ours), list[bool]()
+    assert fused is not None
+    for step in range(12):
+        for mine, other in zip(first, second, strict=True):
+            gradient = torch.randn_like(mine)
+            mine.grad, other.grad = gradient.clone(), gradient.clone()
+        if step == 3:
+            first[1].grad = second[1].grad = None
+        for optimizer in (ours, torchs):
+            if step == 5:
+                optimizer.param_groups[0]["lr"] = 0.1
+            if step == 7:
+                optimizer.load_state_dict(optimizer.state_dict())
+            if step == 9:
+                optimizer.state.clear()
+        taken.append(fused.step())
+        if not taken[-1]:
+            ours.step()
+        torchs.step()
+        assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+        assert ours.state_dict()["state"].keys() == torchs.state_dict()["state"].keys()
+    assert [step for step, was in enumerate(taken) if not was] == [0, 3, 9]
+    fused.step(skip=torch.ones(()))
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+    assert ours.state[first[0]]["step"] == torchs.state[second[0]]["step"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"name": "sgd"}, {"name": "adam", "amsgrad": True}, {"name": "adam", "foreach": True}], ids=str
+)
+def test_torch_takes_the_steps_of_other_optimizers(arguments):
+    optimizer = build_optimizer(OptimizerSettings.model_validate(arguments), [nn.Parameter(torch.ones(3))])
+    assert FusedAdam.of(optimizer) is None
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

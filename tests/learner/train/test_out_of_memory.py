@@ -161,6 +161,7 @@ def test_an_optimizer_whose_state_does_not_fit_is_named(schema, error, monkeypat
     resumed.restore(whole.tensors(), whole.state())
     for each in (trainer, whole, resumed):
         monkeypatch.setattr(each.update.optimizer, "step", fail)
+        monkeypatch.setattr(each.update._fused, "_kernel", fail)
     with pytest.raises(
         SettingsError, match=r"^learner.optimizer: cpu runs out of memory with what adam keeps"
     ) as raised:
