@@ -108,13 +108,14 @@ class BackgroundStore:
         """Return how many events can be sampled for a step."""
         return self._with_plan(step).planner.planned(step) if step <= self.through else 0
 
-    def sample(self, step: int, n: int) -> Sample | None:
-        """Return the first n events of the plan for a step, and start the jobs that are due; None without any."""
-        if step > self.through:
+    def sample(self, step: int, *counts: int) -> Sample | None:
+        """Return the first events of the plan for a step, or of those for some, as `SamplePlanner.sample` does; None
+        without any. Starts the jobs that are due."""
+        if step + len(counts) - 1 > self.through:
             return None
-        sample = self._at_rest().planner.sample(step, n)
-        if sample is None:
-            sample = self._with_plan(step).planner.sample(step, n)
+        sample = self._at_rest().planner.sample(step, *counts)
+        if sample is None and len(counts) == 1:
+            sample = self._with_plan(step).planner.sample(step, *counts)
         if sample is not None and self._due:
             self._begin()
         return sample if sample is not None and len(sample.slots) else None

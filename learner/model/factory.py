@@ -220,13 +220,18 @@ def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
         raise ModelError(f'{key} = "{reference}": {exc}') from exc
 
 
+class ForOnePass(dict[str, Tensor]):
+    """Features that are copied for one pass already, after which nobody reads them."""
+
+
 def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
     """Return the model's output for a batch, as `run_on` does.
 
     The model gets copies, and may write into them: the features are in the memory of the store, of the holdout set, or
-    of a request, and are read again.
+    of a request, and are read again; unless they are `ForOnePass`.
     """
-    return run_on(model, {name: value.clone() for name, value in features.items()})
+    own = isinstance(features, ForOnePass)
+    return run_on(model, features if own else {name: value.clone() for name, value in features.items()})
 
 
 def run_on(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:

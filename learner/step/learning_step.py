@@ -4,6 +4,7 @@ Whatever learns as a pipeline does takes its steps here: the loop with the event
 a file.
 """
 
+import itertools
 import logging
 import math
 import operator
@@ -15,6 +16,7 @@ from functools import partial, reduce
 from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from prometheus_client import Counter
 
@@ -117,7 +119,9 @@ class ValueWatch:
 def _largest(column: Array) -> NDArray[np.float64]:
     """Return the number of each event that is largest by its absolute value, float64 `[B]`; NaN where all are."""
     flat = column.reshape(len(column), -1)
-    most, least = flat.max(axis=1), flat.min(axis=1)
+    # A sixth of the time that numpy takes.
+    of_torch = torch.from_numpy(flat)
+    most, least = of_torch.amax(dim=1).numpy(), of_torch.amin(dim=1).numpy()
     if (unknown := np.isnan(most)).any():
         most[unknown], least[unknown] = np.fmax.reduce(flat[unknown], axis=1), np.fmin.reduce(flat[unknown], axis=1)
     largest: NDArray[np.float64] = np.where(most >= -least, most, least).astype(np.float64)
@@ -291,7 +295,9 @@ class LearningStep:
         """Whether each step is measured by itself, and not all of a round at once, so that a response to a drift comes
         after the same step however long rounds are."""
         self.seconds = 0.0
-        """How long a step of the last round took."""
+        """How long a step of the last round took. On a CPU that is time of the processor: what others take from a busy
+        one is no reason to do in each step what is done once a round."""
+        self._clock = time.thread_time if trainer.device.type == "cpu" else time.perf_counter
 
     def take(self, batch: Batch, names: Sequence[TopicPartition]) -> Sequence[Taken]:
         """Learn the new events of a batch, in one step or several, and add its events to the store.
@@ -317,12 +323,13 @@ class LearningStep:
             self.memory(partial(self._replay.add, self._state.steps, batch, NOTHING, None, names), undone=False)
             return ()
         first, everything, steps = self._state.steps, batch.new, batch.steps()
-        copies = self._copies(batch, steps)
+        begin, copies = self._clock(), self._copies(batch, steps)
         taken = []
         for each in steps:
             taken.append(self._take_step(each, next(copies), names))
             if self.measures_each:
                 self._measure(each, taken[-1:])
+        self.seconds = (self._clock() - begin) / len(steps)
         self._count(taken)
         if any(each.result is not None for each in taken):
             self.values.observe(batch.new if len(taken) == 1 else without_raised(everything, steps), names)
@@ -340,20 +347,19 @@ class LearningStep:
         return taken
 
     def _copies(self, batch: Batch, steps: Sequence[Batch]) -> Iterator[Examples | None]:
-        """Yield the new events of each step on the device, copied at once; None where the step copies its own: where
-        it is alone, and where the device has no memory for all."""
-        everything: Examples | None = None
+        """Sample for all steps of a round at once, and return the new events of each on the device, copied at once.
+
+        None where the step copies its own: where it is alone, and where the device has no memory for all.
+        """
         if len(steps) > 1:
+            sizes = [*map(len, steps)]
             try:
-                everything = self.copied(batch.new)
+                self._replay.sample_round(self._state.steps, sizes)
+                return iter(self.copied(batch.new).split(sizes))
             except RuntimeError as exc:
                 if not out_of_memory(exc):
                     raise
-        begin = 0
-        for step in steps:
-            end = begin + len(step)  # before the step, in which events leave it
-            yield None if everything is None else everything[begin:end]
-            begin = end
+        return itertools.repeat(None)
 
     def _take_step(self, batch: Batch, copy: Examples | None, names: Sequence[TopicPartition]) -> Taken:
         begin, state = time.perf_counter(), self._state
@@ -416,7 +422,6 @@ class LearningStep:
         metrics.steps.inc(len(taken))
         for each in taken:
             metrics.step.observe(each.seconds)
-        self.seconds = sum(each.seconds for each in taken) / len(taken)
         self._trained_new.inc(sum(result.rows for result in finite if result is not None))
         self._trained_old.inc(sum(result.replayed for result in finite if result is not None))
 

@@ -3,7 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,16 @@ from anabranch.learner.evaluate.replay_ratio import ScoreSum
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.base import Strategy
-from anabranch.learner.strategies.examples import EARLY, OUTPUT, OUTPUTS, Early, Examples, examples_of
+from anabranch.learner.strategies.examples import (
+    EARLY,
+    OUTPUT,
+    OUTPUTS,
+    Early,
+    Examples,
+    all_examples_of,
+    examples_of,
+    sizes_of,
+)
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.batches import MOST_STEPS
 from anabranch.learner.train.step_result import StepResult
@@ -40,13 +50,20 @@ class Replay:
 
     Attributes:
         examples: the events as the strategy takes them, one part for each of its samples; may be empty.
-        sample: the events as the store sampled them; None without a sample.
+        sampled: the events as the store sampled them, maybe with those of other steps; None without a sample.
         probed: scores of old events before the step, where it measures forgetting.
+        rows: which of the events that were sampled are of this step; None: all.
     """
 
     examples: Sequence[Examples] = ()
-    sample: Sample | None = None
+    sampled: Sample | None = None
     probed: ScoreSum | None = None
+    rows: slice | None = None
+
+    @property
+    def sample(self) -> Sample | None:
+        """The events of this step as the store sampled them; None without a sample."""
+        return self.sampled if self.sampled is None or self.rows is None else self.sampled.part(self.rows)
 
 
 NOTHING = Replay()
@@ -70,6 +87,14 @@ class ReplayFeed:
     def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
         """Hashes of holdout events on which the model raised, with the error: the loop removes both."""
         return deque()
+
+    def sample_round(self, step: int, new: Sequence[int]) -> None:
+        """Sample for all steps of a round at once, where that is possible: `sample` then has them.
+
+        Args:
+            step: the first step.
+            new: new events of each step.
+        """
 
     def sample(self, step: int, new: int) -> Replay:
         """Return the old events to replay with `new` new ones."""
@@ -166,8 +191,10 @@ class StoreFeed(ReplayFeed):
         self._timer = timer
         self._debt = 0.0
         """The fraction of an event that rounding left over, for the next steps."""
-        self._sampled: tuple[int, Sample] | None = None
-        """The sample of a step that ran out of memory after the store had sampled."""
+        self._sampled: dict[int, Sample] = {}
+        """The samples of steps that ran out of memory after the store had sampled."""
+        self._of_round: dict[int, tuple[Replay, float]] = {}
+        """What `sample_round` has sampled, by step, with the debt that the step leaves."""
 
     @property
     @override
@@ -186,12 +213,43 @@ class StoreFeed(ReplayFeed):
         return self._probe.raised
 
     @override
+    def sample_round(self, step: int, new: Sequence[int]) -> None:
+        self._of_round.clear()
+        if self._monitor.measures:
+            return
+        debt, debts, samples = self._debt, list[float](), list[tuple[int, ...]]()
+        for count in new:
+            debt += count * self._monitor.adjustments.replay_ratio
+            samples.append(self._strategy.samples(int(debt)))
+            debts.append(debt := debt % 1.0)
+        begin, counts = time.perf_counter(), [*map(sum, samples)]
+        if not all(counts) or (events := self._store.sample(step, *counts)) is None:
+            return
+        found = events.sizes
+        self._timer.observe((time.perf_counter() - begin) / len(new))
+        rows = [slice(end - n, end) for end, n in zip(accumulate(found), found, strict=True)]
+        sizes_by_step = [sizes_of(n, each) for n, each in zip(found, samples, strict=True)]
+        # Of a step whose events are too few for its samples no part is trained on.
+        sizes = [size for own_sizes, n in zip(sizes_by_step, found, strict=True) for size in own_sizes or [n]]
+        try:
+            parts = iter(all_examples_of(events).split(sizes))
+        except RuntimeError:  # of a device without memory: each step then copies its own events
+            self._sampled = {number: events.part(each) for number, each in enumerate(rows, step)}
+            raise
+        for number, (own_sizes, own, debt) in enumerate(zip(sizes_by_step, rows, debts, strict=True), step):
+            examples = [*islice(parts, max(1, len(own_sizes)))][: len(own_sizes)]
+            self._of_round[number] = Replay(examples, events, rows=own), debt
+
+    @override
     def sample(self, step: int, new: int) -> Replay:
         """Return the old events to replay with `new` new ones, after scoring some where the step measures.
 
         May be called again for a step after the device had no memory.
         """
-        sampled = self._sampled[1] if self._sampled is not None and self._sampled[0] == step else None
+        if (of_round := self._of_round.pop(step, None)) is not None:
+            replay, self._debt = of_round
+            return replay
+        sampled = self._sampled.get(step)
         measures = self._monitor.measures and self._monitor.ratio.probes(step)
         debt = self._debt + new * self._monitor.adjustments.replay_ratio
         samples = self._strategy.samples(int(debt))
@@ -201,13 +259,13 @@ class StoreFeed(ReplayFeed):
             begin = time.perf_counter()
             if (sampled := self._store.sample(step, rows)) is not None:
                 self._timer.observe(time.perf_counter() - begin)
-                self._sampled = step, sampled
+                self._sampled[step] = sampled
         probed = self._probe.score(step, sampled) if measures else None
         sample = sampled.first(replayed) if probes and sampled is not None else sampled
         examples = examples_of(sample, samples) if sample is not None and len(sample.slots) else ()
         if sampled is not None or (not rows and self._store.planned(step)):
             self._debt = debt % 1.0
-        self._sampled = None
+        self._sampled.pop(step, None)
         return Replay(examples, sample, probed)
 
     @override
@@ -218,7 +276,8 @@ class StoreFeed(ReplayFeed):
         removed = sample.records[rows]
         self._store.remove(removed, sample.slots[rows])
         rest = sample.of(~rows)
-        return replace(replay, examples=examples_of(rest, sizes) if len(rest) else (), sample=rest), removed
+        examples = examples_of(rest, sizes) if len(rest) else ()
+        return Replay(examples, rest, replay.probed), removed
 
     @override
     def add(

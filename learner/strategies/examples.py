@@ -3,16 +3,17 @@
 Legend: B new events, R replayed ones, C classes, D dimensions of an embedding.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import accumulate, pairwise, starmap
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.ingest.events.block import Array
+from anabranch.learner.model.factory import ForOnePass
 from anabranch.replay.row_layout import Fields
 from anabranch.replay.sample_plan import Sample
 from anabranch.replay.tiers.store_stream import upload
@@ -66,6 +67,23 @@ class Examples:
     def __getitem__(self, which: slice | Tensor) -> "Examples":
         """Return the selected events."""
         return self.map(lambda value: value[which])
+
+    def split(self, sizes: Sequence[int]) -> list["Examples"]:
+        """Return consecutive parts of these sizes, which add up to all events, and share memory with them.
+
+        Takes a third of the time of slices: one call a tensor makes all its parts.
+        """
+        if len(sizes) == 1:
+            return [self]
+        parts = {name: torch.split_with_sizes(value, sizes) for name, value in self.features.items()}
+        features = [dict(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)]
+        optional = {name: torch.split_with_sizes(value, sizes) for name, value in self.optional.items()}
+        others = [dict(zip(optional, each, strict=True)) for each in zip(*optional.values(), strict=True)]
+        label, weight = (torch.split_with_sizes(each, sizes) for each in (self.label_B, self.weight_B))
+        required = zip(features, label, weight, strict=True)
+        if not others:
+            return [*starmap(Examples, required)]
+        return [Examples(*each, **rest) for each, rest in zip(required, others, strict=True)]
 
     @property
     def optional(self) -> dict[str, Tensor]:
@@ -134,11 +152,11 @@ class Transfer:
 
 
 def concat(parts: Sequence[Examples]) -> Examples:
-    """Join examples in order: features, labels and weights alone."""
+    """Join examples in order: features, labels and weights alone. The features are for one pass of the model."""
     if len(parts) == 1:
         return parts[0]
     return Examples(
-        {name: torch.cat([part.features[name] for part in parts]) for name in parts[0].features},
+        ForOnePass((name, torch.cat([part.features[name] for part in parts])) for name in parts[0].features),
         torch.cat([part.label_B for part in parts]),
         torch.cat([part.weight_B for part in parts]),
     )
@@ -146,7 +164,7 @@ def concat(parts: Sequence[Examples]) -> Examples:
 
 def split_like(values: Tensor, parts: Sequence[Examples]) -> list[Tensor]:
     """Split values of all events, in order, into those of each of the parts."""
-    ends = [*itertools.accumulate(map(len, parts))]
+    ends = [*accumulate(map(len, parts))]
     return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -169,6 +187,21 @@ def examples_of(sample: Sample, samples: Sequence[int]) -> list[Examples]:
     Their weight is 0 where there is no label. The sample's importance corrects for how events were kept and sampled:
     with `[schema.weight]` heavy events are kept more often, and yet the rehearsed loss is that of the stream.
     """
+    sizes = sizes_of(len(sample), samples)
+    return all_examples_of(sample).split(sizes) if sizes else []
+
+
+def sizes_of(n: int, samples: Sequence[int]) -> list[int]:
+    """Return how `examples_of` splits n events; empty where they are too few."""
+    if len(samples) == 1:
+        return [n] if n else []
+    ends = [end * n // sum(samples) for end in accumulate(samples)]
+    sizes = [end - begin for begin, end in pairwise([0, *ends])]
+    return sizes if all(sizes) else []
+
+
+def all_examples_of(sample: Sample) -> Examples:
+    """Return a sample as one part of examples, for which see `examples_of`."""
     columns = sample.columns
     labelled, label, weight = columns["labelled"], columns["label"], sample.importance
     # On a CPU it is cheap to see that all are labelled, the usual case. Both are copied: contiguous and unshared.
@@ -184,9 +217,4 @@ def examples_of(sample: Sample, samples: Sequence[int]) -> list[Examples]:
         everything = replace(
             everything, teacher_B=columns[TEACHER], taught_B=sample.importance.clone(), labelled_B=labelled
         )
-    if len(samples) == 1:
-        return [everything]
-    n, total = len(sample), sum(samples)
-    ends = [sum(samples[: index + 1]) * n // total for index in range(len(samples))]
-    parts = [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    return parts if all(map(len, parts)) else []
+    return everything

@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -161,12 +162,11 @@ class MemoryTier(Tier):
     def stage(self, slots: NDArray[np.int64]) -> StagedRows:
         """Return the rows of n slots as the rows of a plan; a copy from the host to the device starts at once."""
         if (rows := self._rows) is not None:
-            return LazyRows(len(slots), lambda: rows.gather(slots), lambda: rows.read(slots), self.stream)
+            return LazyRows(slots, lambda slots: rows.gather(slots), lambda slots: rows.read(slots), self.stream)
         if self.stream is not None:
             return self.copy(slots)
-        words = self._host_words
-        assert words is not None
-        return LazyRows(len(slots), lambda: self._gather_on_host(words, slots), lambda: self._read(slots))
+        assert self._host_words is not None
+        return LazyRows(slots, partial(self._gather_on_host, self._host_words), self._read)
 
     def copy(self, slots: NDArray[np.int64], missing: MissingRows | None = None) -> StagedRows:
         """Return a copy of the rows of n slots as the rows of a plan.

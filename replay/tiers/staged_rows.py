@@ -6,7 +6,7 @@ Legend: n rows of a plan, m of them that the device does not have yet, R bytes o
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -194,20 +194,21 @@ class LazyRows(StagedRows):
 
     def __init__(
         self,
-        n: int,
-        gather: Callable[[], PackedRows],
-        read: Callable[[], Tensor],
+        slots: NDArray[np.int64],
+        gather: Callable[[NDArray[np.int64]], PackedRows],
+        read: Callable[[NDArray[np.int64]], Tensor],
         stream: StoreStream | None = None,
     ) -> None:
-        """Take functions that return the rows, uint8 `[n, R]`.
+        """Take functions that return the rows of slots, uint8 `[n, R]`.
 
         Args:
-            n: how many.
+            slots: of the rows.
             gather: on the device, in the stream if there is one.
             read: on the host; a checkpoint may call it in another thread.
             stream: of the device; None: the device is the host.
         """
-        self.n = n
+        self.n = len(slots)
+        self._slots = slots
         self._gather = gather
         self._read = read
         self._stream = stream
@@ -217,7 +218,7 @@ class LazyRows(StagedRows):
         """Copy the rows; to the host where the device has no memory for them."""
         if not self.prefetch() and self._on_host is None:
             torch.cuda.empty_cache()
-            self._on_host = self._read()
+            self._on_host = self._read(self._slots)
 
     @override
     def prefetch(self) -> bool:
@@ -249,7 +250,7 @@ class LazyRows(StagedRows):
     @override
     def host_copy(self) -> Tensor:
         if self._gathered is None:
-            return self._read() if self._on_host is None else self._on_host.clone()
+            return self._read(self._slots) if self._on_host is None else self._on_host.clone()
         if self._stream is None:
             return torch.as_tensor(self._gathered).clone()
         return super().host_copy()
@@ -261,11 +262,24 @@ class LazyRows(StagedRows):
     def _gathered_rows(self) -> PackedRows:
         if self._gathered is None:
             if self._stream is None:
-                self._gathered = self._gather()
+                self._gathered = self._gather(self._slots)
             else:
                 with self._stream.work():
                     on_host = self._on_host
-                    gathered = self._gather() if on_host is None else self._stream.upload(on_host.numpy())[0]
+                    gathered = self._gather(self._slots) if on_host is None else self._stream.upload(on_host.numpy())[0]
                     self._ready = self._stream.record()
                 self._gathered = gathered
         return self._gathered
+
+    @staticmethod
+    def gather_all(staged: Sequence[StagedRows], counts: Sequence[int | None]) -> PackedRows | None:
+        """Return the first rows of each of some plans, as many as `counts` says, by one gather on the host; None where
+        not all of them are still in their slots there."""
+        slots = list[NDArray[np.int64]]()
+        for rows, n in zip(staged, counts, strict=True):
+            if not isinstance(rows, LazyRows) or rows._stream is not None or rows._gathered is not None:
+                return None
+            slots.append(rows._slots[:n])
+        first = staged[0]
+        assert isinstance(first, LazyRows)
+        return first._gather(np.concatenate(slots))

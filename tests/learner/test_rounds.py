@@ -20,6 +20,7 @@ from anabranch.ingest.reader.cursors import Partition
 from anabranch.ingest.settings.labels import LabelStreamSettings
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.features.learned import FeatureLearning
+from anabranch.learner.step import replay_feed
 from anabranch.learner.step.learning_step import Taken
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.replay.sample_plan import Sample
@@ -372,11 +373,11 @@ def test_a_step_whose_score_is_not_finite_is_left_out_of_the_scores_of_its_round
 @pytest.mark.parametrize("strategy", ["er", "der"])
 def test_no_event_is_replayed_in_the_round_in_which_it_is_trained_on(schema, tmp_path, strategy):
     bench = made(tmp_path, schema, 12, strategy)
-    replayed, sample, take = list[Sample](), bench.background_store.sample, bench.loop._step.take
-    checked = []
+    replayed, take = list[Sample](), bench.loop._step.take
+    sample, checked = bench.background_store.sample, []
 
-    def sampled(step, n):
-        found = sample(step, n)
+    def sampled(step, *counts):
+        found = sample(step, *counts)
         if found is not None:
             replayed.append(found)
         return found
@@ -445,9 +446,9 @@ def test_a_sample_is_chosen_for_each_step_of_a_round_that_is_taken_early(schema,
     )
     store, sample, chosen = bench.background_store, bench.background_store.sample, list[bool]()
 
-    def sampled(step, n):
-        chosen.append(step <= store.through)
-        return sample(step, n)
+    def sampled(step, *counts):
+        chosen.append(step + len(counts) - 1 <= store.through)
+        return sample(step, *counts)
 
     store.sample = sampled  # type: ignore[method-assign]
     assert max(rounds_of(bench)) > 8
@@ -468,6 +469,29 @@ def test_each_step_copies_its_events_where_the_device_has_no_memory_for_those_of
     assert max(rounds_of(bench)) == 32
     assert bench.loop.state.rows_new == EVENTS - 16
     bench.close()
+
+
+def test_each_step_takes_its_part_of_the_sample_where_the_device_has_no_memory_for_all_of_it(
+    schema, tmp_path, monkeypatch
+):
+    settings, examples_of_all, short = {"deterministic": True}, replay_feed.all_examples_of, list[int]()
+    expected, bench = (made(tmp_path / name, schema, 7, "der++", settings) for name in ("expected", "short"))
+    rounds_of(expected)
+
+    def without_memory(sample):
+        if len(sample) > 4 * BATCH:
+            short.append(len(sample))
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+        return examples_of_all(sample)
+
+    monkeypatch.setattr(replay_feed, "all_examples_of", without_memory)
+    rounds_of(bench)
+    assert short
+    assert bench.loop.state.rows_replay == expected.loop.state.rows_replay
+    found = tensors_of(bench)
+    assert all(torch.equal(value, found[name]) for name, value in tensors_of(expected).items())
+    for each in (expected, bench):
+        each.close()
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])

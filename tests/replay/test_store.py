@@ -632,3 +632,38 @@ class TestCheckpoints:
         state = dataclasses.replace(contents.state, plans=torn)
         with pytest.raises(SettingsError, match="other columns"):
             make_store(10, contents=dataclasses.replace(contents, state=state))
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "class-balanced", "loss"])
+def test_samples_of_some_steps_at_once_are_those_of_each_also_where_plans_are_of_a_checkpoint(schema, sampling):
+    settings = ReplaySettings.model_validate({"capacity": 200, "sampling": sampling})
+    first, *stores = (build_store(settings, schema, torch.device("cpu"), 0) for _ in range(3))
+    add_now(first, fake_columns(schema, range(300), label=[0, 1, 2]), PARTITIONS)
+    plan_ahead(first, 0, 6)
+    contents = FakeCheckpoints(first).checkpoint(1)
+    one_by_one, at_once = stores
+    for store in stores:
+        store.restore(contents)
+        store.plan_blocks(0, store.planner.blocks(0, store.planner.planned_through, 6, 16))
+    counts = [6, 5, 6, 1, *[6] * 8]
+    assert len(first.planner.plans) < len(counts) <= len(at_once.planner.plans)
+    expected = [one_by_one.planner.sample(step, n) for step, n in enumerate(counts)]
+    everything = at_once.planner.sample(0, *counts)
+    assert everything is not None
+    assert everything.sizes == counts
+    assert at_once.planner.plans[0].step == one_by_one.planner.plans[0].step == len(counts)
+    for begin, n, step in zip(np.cumsum([0, *counts]), counts, expected, strict=False):
+        part = everything.part(slice(begin, begin + n))
+        assert all(torch.equal(part.columns[name], value) for name, value in step.columns.items())
+        assert torch.equal(part.importance, step.importance)
+        assert part.slots.tolist() == step.slots.tolist()
+        assert part.records.tobytes() == step.records.tobytes()
+
+
+def test_steps_whose_plans_have_fewer_events_are_not_sampled_at_once_and_keep_their_plans(schema):
+    store = build_store(ReplaySettings(capacity=200), schema, torch.device("cpu"), 0)
+    add_now(store, fake_columns(schema, range(5)), PARTITIONS)
+    plan_ahead(store, 0, 8)
+    assert store.planner.sample(0, 8, 8) is None
+    assert store.planner.sample(0, *[5] * 40) is None, "not all are planned"
+    assert [len(store.planner.sample(step, 8)) for step in range(2)] == [5, 5]

@@ -50,7 +50,7 @@ ALLOWED = {
     "learner/train/converters.py": {"convert: item": "before the first step"},
     "learner/strategies/examples.py": {
         "copy: to": "from pinned memory, without waiting",
-        "examples_of: numpy": "on a CPU alone",
+        "all_examples_of: numpy": "on a CPU alone",
     },
     "learner/strategies/base.py": {"shortened: to": "another dtype"},
     "learner/strategies/early_negatives.py": {
