@@ -30,7 +30,7 @@ def test_the_cost_of_a_write_is_distinguished_from_the_noise_of_the_machine():
 @pytest.mark.slow
 @pytest.mark.any_broker
 def test_a_real_learner_is_recorded_at_the_end_of_each_step(kafka, tmp_path):
-    records = recorded(tmp_path, kafka.bootstrap, seconds=6, checkpoint_seconds=1, stored=500)
+    records = recorded(tmp_path, kafka.bootstrap, seconds=3, checkpoint_seconds=1, stored=200)
     assert len(records) > 10
     assert np.all(np.diff(records["steps"]) >= 0)
     for kind in ("version", "checkpoint"):

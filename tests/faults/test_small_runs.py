@@ -102,7 +102,7 @@ def test_a_learner_names_each_outlier_and_goes_on(kafka, tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_attacks_on_http_end_no_part_and_fail_no_request(kafka, tmp_path):
-    besieged = besiege(tmp_path, kafka.bootstrap, quiet_seconds=1.0, seconds=5.0)
+    besieged = besiege(tmp_path, kafka.bootstrap, quiet_seconds=1.0, seconds=3.0)
     assert besieged.ended == ()
     assert besieged.failures == ()
     assert besieged.requests > 0

@@ -1,5 +1,6 @@
 """`anabranch backtest`: what is learned from a file, and what is said of it."""
 
+import itertools
 import json
 import re
 import sys
@@ -294,8 +295,7 @@ BY_CLASS = '[replay]\nadmission = "class-balanced"\nsampling = "loss"\ncapacity 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", get_args(Number))
-@pytest.mark.parametrize("replay", ["", BY_CLASS], ids=["uniform", "by class and loss"])
+@pytest.mark.parametrize(("dtype", "replay"), [*zip(get_args(Number), itertools.cycle(["", BY_CLASS]))])
 def test_every_dtype_of_the_schema_is_replayed(table, dtype, replay):
     """The class is whether the value is at least 60, or true."""
 
