@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from anabranch.ingest.events.block import Block, Coverage, Outcome
 from anabranch.ingest.kafka.fake import fake_columns
+from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.batches import PATIENCE, Batches
 
 LONG = timedelta(hours=1)
@@ -151,3 +152,15 @@ def test_waiting_events_and_labels_are_columns_of_their_own_and_end_a_batch(sche
 def test_without_late_labels_a_batch_has_neither(schema):
     batch = next_of(Batches(late(schema, [Outcome.PENDING] * 3), 3, LONG))
     assert (batch.waiting, batch.labels, batch.decided) == ({}, {}, None)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.data())
+def test_an_event_that_leaves_a_round_moves_no_other_into_another_step(sizes, data):
+    """Also where all events of a step leave it: then it is no step."""
+    ends, count = np.cumsum(sizes).tolist(), sum(sizes)
+    leaves = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    batch = Batch({"offset": np.arange(count)}, {}, {}, [], ends=ends)
+    expected = [part[~leaves[part]].tolist() for part in np.split(np.arange(count), ends[:-1])]
+    batch.leave_out(leaves)
+    found = [step.new["offset"].tolist() for step in batch.steps() if step.new]
+    assert found == [part for part in expected if part]
