@@ -26,6 +26,7 @@ from tests.faults import (
     overload,
     poison,
     recovery,
+    round_kills,
     serving_kills,
     siege,
     undo,
@@ -35,6 +36,7 @@ from tests.faults.pipeline import broker
 
 PARTS: dict[str, Callable[..., None]] = {
     "kills": kills.run,
+    "rounds": round_kills.run,
     "bucket": bucket_kills.run,
     "late_labels": late_labels.run,
     "recovery": recovery.run,

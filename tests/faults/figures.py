@@ -10,6 +10,10 @@ TARGETS = {
     "lost": Target(0, exact=True),
     "twice": Target(0, exact=True),
     "ledger_exact": Target(True, exact=True),
+    "round_kills": Target(100, least=True),
+    "round_kills_lost": Target(0, exact=True),
+    "round_kills_twice": Target(0, exact=True),
+    "round_kills_exact": Target(True, exact=True),
     "bucket_kills": Target(100, least=True),
     "bucket_torn": Target(0, exact=True),
     "bucket_lost": Target(0, exact=True),
@@ -53,6 +57,7 @@ TARGETS = {
 }
 QUANTITIES = (
     "kills",
+    "round_kills",
     "bucket_kills",
     "late_labels_kills",
     "undo_kills",

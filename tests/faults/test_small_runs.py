@@ -11,6 +11,7 @@ from tests.faults.kills import killed_again_and_again
 from tests.faults.outliers import VARIANTS, kinds_of, learn
 from tests.faults.overload import KEPT, flooded
 from tests.faults.poison import KINDS, train_with_poison
+from tests.faults.round_kills import killed_inside_rounds
 from tests.faults.serving_kills import asked_while_the_learner_is_killed
 from tests.faults.siege import besiege
 from tests.faults.undo import undone_while_killed
@@ -26,6 +27,15 @@ def test_each_event_is_trained_once_whenever_the_learner_is_killed(kafka, tmp_pa
     assert (account.kills, account.lost, account.twice, account.other) == (2, 0, 0, 0)
     assert account.exact
     assert account.early < 2, "no kill came after a step"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_event_is_trained_once_though_the_learner_is_killed_in_the_middle_of_rounds(kafka, tmp_path):
+    found = killed_inside_rounds(tmp_path, kafka.bootstrap, events=6000, kills=2, checkpoint_every="300ms", seed=4)
+    assert [0 < taken < steps for taken, steps in found.rounds] == [True] * 2
+    assert (found.lost, found.twice) == (0, 0)
+    assert found.exact
 
 
 @pytest.mark.any_broker

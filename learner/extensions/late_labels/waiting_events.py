@@ -123,7 +123,8 @@ class WaitingEvents(DurableTable):
         Damaged ones have their identity, and zeros for the rest.
         """
         rows_nR, valid = self._read_rows(ids)
-        rows_nR[torch.from_numpy(~valid)] = 0
+        if not valid.all():
+            rows_nR[torch.from_numpy(~valid)] = 0
         columns: dict[str, Array] = {name: column.numpy() for name, column in self._layout.unpack(rows_nR).items()}
         predictions = columns.pop(PREDICTION).astype(np.float32)
         for name in IDENTITY_COLUMNS.keys() - columns.keys():
