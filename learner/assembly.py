@@ -476,6 +476,7 @@ class Assembly:
         spec, setup = self.spec, self.setup
         if (settings := spec.model.teacher) is None:
             return None
+        step_size = spec.learner.batch_size * self._row_groups
         teacher = MemoryRetry(setup.device, self.stop, (self._send_keepalive,))(
             lambda: open_teacher(
                 settings,
@@ -484,6 +485,7 @@ class Assembly:
                 setup.task,
                 setup.output_shape,
                 setup.device,
+                step_size,
                 folder=spec.folder,
                 state_dir=spec.state_dir,
                 before_chunk=self._before_chunk,
@@ -491,7 +493,8 @@ class Assembly:
             )
         )
         duration = self._metrics.learner.teacher_duration
-        feed = TeacherFeed(teacher, setup.output_shape, duration, unlabelled=spec.stream.unlabelled == "distil")
+        distil = spec.stream.unlabelled == "distil"
+        feed = TeacherFeed(teacher, setup.output_shape, duration, step_size, unlabelled=distil)
         self.stack.callback(feed.close)
         return feed
 

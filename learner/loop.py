@@ -83,6 +83,8 @@ class TrainingLoop:
         self._step_size = settings.batch_size * ranks
         self._source = BatchSource(settings, parts, self._step_size, self.ledger)
         self._next_commit = 0.0
+        self._waited = 0.0
+        """How long the last round waited for its events, such as for what a teacher says about them, for each step."""
         self.state = LoopState(parts, self.ledger, self._source.batches)
         self._partitions: Sequence[Partition] = ()
         self._names: Sequence[TopicPartition] = ()
@@ -177,7 +179,7 @@ class TrainingLoop:
         """
         if not self._takes_rounds:
             return 1
-        seconds = self._step.seconds or math.inf  # of the first step nothing is known
+        seconds = self._step.seconds + self._waited or math.inf  # of the first step nothing is known
         ready = self._replay.ready(self.state.steps, self._step_size)
         return max(1, min(ready, int(self._settings.round.total_seconds() / seconds)))
 
@@ -185,7 +187,7 @@ class TrainingLoop:
         """Train on one batch; return False if it waited for memory when `stop` was set, and nothing is settled."""
         steps = self.state.steps
         try:
-            with step_span(batch, self.state.steps, self._names) if self._traced else contextlib.nullcontext():
+            with step_span(batch, steps, self._names) if self._traced else contextlib.nullcontext():
                 self._learn(batch)
         except MemoryShortageError as exc:
             # A checkpoint that has to repeat bit for bit cannot follow: the sample of the step is gone. Nor can one in
@@ -212,13 +214,16 @@ class TrainingLoop:
            settle: late labels let events without a label wait, join labels with those that wait, and remove those that
            have ended.
         """
-        names = self._names
+        names, begin = self._names, time.perf_counter()
         for take in self._takes:
             batch = take(batch, self._partitions)
+        waited = time.perf_counter() - begin
         batch = self._parts.erasure.exclude(batch)
         for before_round in self._before_round:
             batch = self._step.memory(partial(before_round, batch, self._partitions))
         taken = self._step.take(batch, names)
+        if taken:
+            self._waited = waited / len(taken)
         if batch.held_out:
             self._parts.holdout.add(batch.held_out, names)
         if batch.relabelled:

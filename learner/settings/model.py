@@ -98,7 +98,7 @@ class TeacherSettings(Section):
     timeout: PositiveDuration = timedelta(seconds=1)
     """Longest wait for the outputs of a step's events, retries included; then the step learns without them."""
     request_rows: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Events of one request to the endpoint; the events of a step are divided evenly among requests at once."""
+    """Events of one request to the endpoint, of a step or of several; those of a larger step are divided evenly."""
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     """How often a failed request is repeated within `timeout`, with back-off."""
     features: Annotated[tuple[str, ...], Field(min_length=1)] | None = None

@@ -193,7 +193,9 @@ class LearnerBench:
         wrappers += [] if channel is None else [Leader(channel, replicas)]
         trainer = Trainer(setup, ranks=replicas, wrappers=wrappers)
         duration = self.metrics.learner.teacher_duration
-        self.feed = None if teacher is None else TeacherFeed(teacher, (3,), duration, unlabelled=distil)
+        self.feed = (
+            None if teacher is None else TeacherFeed(teacher, (3,), duration, settings.batch_size, unlabelled=distil)
+        )
         self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
         self.checkpoints.storage.clean()
         self.found = self.checkpoints.newest()

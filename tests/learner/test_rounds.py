@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import math
 import shutil
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -409,6 +411,23 @@ def test_a_learner_takes_rounds_of_as_many_steps_as_fit_the_time_where_they_wait
     assert max(lengths["short"]) == 1
     assert lengths["long"][0] == 1, "how long a step takes is not known yet"
     assert max(lengths["long"]) > 8
+
+
+def test_a_round_is_no_longer_than_its_time_with_what_it_waits_for_besides_its_steps(schema, tmp_path, monkeypatch):
+    seconds, teacher = [0.0], LinearTeacher()
+    clock = SimpleNamespace(perf_counter=lambda: seconds[0], monotonic=time.monotonic)
+    monkeypatch.setattr("anabranch.learner.loop.time", clock)
+    teacher.threads, answer = 0, teacher.answer
+
+    def answered(columns):
+        seconds[0] += 600 * len(columns["offset"]) / BATCH
+        return answer(columns)
+
+    teacher.answer = answered  # type: ignore[method-assign]
+    bench = made(tmp_path, schema, 1, "none", {"round": "1h"}, teacher=teacher)
+    del bench.loop._steps_of_round  # type: ignore[method-assign]
+    assert max(rounds_of(bench)) == 5
+    bench.close()
 
 
 @pytest.mark.parametrize("strategy", ["er", "none"])

@@ -8,6 +8,7 @@ Legend: N new events of a batch.
 
 import contextlib
 import http.client
+import itertools
 import logging
 import socket
 import ssl
@@ -55,6 +56,8 @@ _BYTES_OF_NUMBER = 32
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _SMALLEST = 1e-7
 """Probabilities are not taken as less: their logits are finite."""
+_SOON, _LATE = 1 / 8, 1 / 2
+"""Parts of the timeout: what is answered sooner than the first may be twice as much, and than the second not more."""
 _SUM_TOLERANCE = 0.02
 """By how much the probabilities of an event may miss 1 in sum, as those in half precision do."""
 
@@ -96,7 +99,13 @@ class EndpointTeacher(Teacher):
     """Asks a server, by several threads at once, each over its own connection. Any thread may call it."""
 
     def __init__(
-        self, settings: TeacherSettings, features: Sequence[Feature], task: Task, shape: tuple[int, ...], folder: Path
+        self,
+        settings: TeacherSettings,
+        features: Sequence[Feature],
+        task: Task,
+        shape: tuple[int, ...],
+        step_size: int,
+        folder: Path,
     ) -> None:
         """Connect to nothing yet.
 
@@ -105,6 +114,7 @@ class EndpointTeacher(Teacher):
             features: those that are sent.
             task: the meaning of the output.
             shape: of the student's output for one event.
+            step_size: events of a full step, which the server may take `timeout` for.
             folder: the config's.
 
         Raises:
@@ -120,6 +130,7 @@ class EndpointTeacher(Teacher):
         self._features = features
         self._task = task
         self._shape = shape
+        self._step_size = self._at_once = step_size
         self._address = urlsplit(settings.url)
         self._model = f"/v2/models/{quote(settings.model, safe='')}"
         self._probabilistic = isinstance(task, Classification | MultiLabel | TokenClassification)
@@ -136,14 +147,12 @@ class EndpointTeacher(Teacher):
 
     @override
     def answer(self, columns: Mapping[str, Array]) -> NDArray[np.float32]:
-        until = time.monotonic() + self._seconds
-        rows = len(columns["offset"])
-        requests = -(-rows // self._settings.request_rows)
-        ends = [rows * (index + 1) // requests for index in range(requests)]
+        rows, parts = len(columns["offset"]), list[_Part]()
         try:
-            parts = [self._part(columns, begin, end, until) for begin, end in zip([0, *ends], ends, strict=False)]
+            while (begin := sum(len(part) for part, _ in parts)) < rows:
+                parts += self._answer(columns, begin, min(rows, begin + self._at_once))
         except TeacherError:
-            self._metadata = None  # the server may come back as another one
+            self._metadata, self._at_once = None, self._step_size  # the server may come back as another one
             raise
         misfit = next((each for _, each in parts if each is not None), None)
         output_N = self._usable(np.concatenate([part for part, _ in parts]))
@@ -160,6 +169,21 @@ class EndpointTeacher(Teacher):
             self._has_logged_misfit = True
             log.warning("%s %s; it is not asked about such events, which count as unusable", self.name, misfit)
         return output_N
+
+    def _answer(self, columns: Mapping[str, Array], begin: int, end: int) -> Sequence[_Part]:
+        """Ask about events `[begin, end)` within `timeout`: those of a step, or of several that a quick server may be
+        asked about in one request. A slow one, which answers for each step in time, must not count as away since a
+        round has many."""
+        since, rows = time.monotonic(), end - begin
+        requests = -(-rows // self._settings.request_rows)
+        ends = [begin + rows * index // requests for index in range(requests + 1)]
+        parts = [self._part(columns, *each, since + self._seconds) for each in itertools.pairwise(ends)]
+        share = (time.monotonic() - since) / self._seconds
+        if share > _LATE:
+            self._at_once = self._step_size
+        elif share < _SOON and rows == self._at_once:
+            self._at_once = max(self._step_size, min(2 * rows, self._settings.request_rows))
+        return parts
 
     @override
     def close(self) -> None:

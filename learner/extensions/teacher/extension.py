@@ -47,9 +47,9 @@ class Teacher:
     name: str
     """What messages call it, such as `the teacher at http://models:8000`."""
     threads: int
-    """How many batches may be answered at once; 0: the thread of the steps asks itself."""
+    """How many rounds may be answered at once; 0: the thread of the steps asks itself."""
     timeout: timedelta | None
-    """Longest time of an answer, which a step waits for too; None: a step waits until the answer is there."""
+    """Longest time of an answer for each step of a round; None: a round waits until the answer is there."""
 
     def answer(self, columns: Mapping[str, Array]) -> NDArray[np.float32]:
         """Return the outputs for N events, `[N, *output]`, NaN where there is none that can be learned from.
@@ -91,6 +91,7 @@ class TeacherFeed(Extension):
         teacher: Teacher,
         shape: tuple[int, ...],
         duration: Histogram,
+        step_size: int,
         *,
         unlabelled: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -101,11 +102,13 @@ class TeacherFeed(Extension):
             teacher: closed by `close`.
             shape: of the output for one event.
             duration: observes how long the teacher takes for a batch.
+            step_size: events of a full step.
             unlabelled: whether events without a label are trained on, by the teacher's output alone.
             clock: for tests.
         """
         self._teacher = teacher
         self._shape = shape
+        self._step_size = step_size
         self.unlabelled = unlabelled
         self._clock = clock
         self._threads = [JobThread(f"teacher-{index}") for index in range(teacher.threads)]
@@ -184,7 +187,8 @@ class TeacherFeed(Extension):
         if self._threads and given_up >= len(self._threads):
             self._fail(f"{self._teacher.name} is still at {given_up} batches for which no step waits any more")
             return None
-        until = None if timeout is None else now + timeout.total_seconds()
+        steps = -(-len(columns["offset"]) // self._step_size)
+        until = None if timeout is None else now + steps * timeout.total_seconds()
         request = TeacherRequest(columns, until, is_trial=is_trial)
         if not self._threads:
             self._run(request)

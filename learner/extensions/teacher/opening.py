@@ -77,6 +77,7 @@ def open_teacher(
     task: Task,
     shape: tuple[int, ...],
     device: torch.device,
+    step_size: int,
     *,
     folder: Path,
     state_dir: Path,
@@ -92,6 +93,7 @@ def open_teacher(
         task: the meaning of the student's output, and of the teacher's.
         shape: of the student's output for one event, which the teacher's has too.
         device: of the steps.
+        step_size: new events of a full step of all ranks.
         folder: the config's, which paths are relative to.
         state_dir: of this pipeline.
         before_chunk: called before each chunk of a module's work on the device; waits while requests need it.
@@ -104,7 +106,7 @@ def open_teacher(
     names = settings.features or [feature.name for feature in schema.features]
     features = [feature for feature in schema.features if feature.name in names]
     if settings.url is not None:
-        return EndpointTeacher(settings, features, task, shape, folder)
+        return EndpointTeacher(settings, features, task, shape, step_size, folder)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         if settings.version is not None:
             name, module = _of_version(settings.version, model, schema, features, device, folder, state_dir)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,12 @@ def close_connections():
         made.pop().close()
 
 
-def teacher_of(url, task=None, schema=None, **settings):
+def teacher_of(url, task=None, schema=None, step_size=10, **settings):
     given = {"url": url, "model": "m", "retries": 0, "timeout": "20s", **settings}
     task = task or Classification()
     shape = () if isinstance(task, Regression) else (2,)
     features = (schema or schema_of()).features
-    made.append(EndpointTeacher(TeacherSettings.model_validate(given), features, task, shape, Path()))
+    made.append(EndpointTeacher(TeacherSettings.model_validate(given), features, task, shape, step_size, Path()))
     return made[-1]
 
 
@@ -117,6 +118,32 @@ def test_the_events_of_a_step_are_divided_evenly_among_requests(json_stub):
     columns = {"offset": np.arange(10), "feature.x": np.full((10, 2), 0.5, np.float32)}
     assert len(teacher_of(json_stub.url, request_rows=4).answer(columns)) == 10
     assert rows == [3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "asked"), [(0, [2, 4, 8, 6]), (12, [2] * 10), (5, [2] * 10)], ids=["quick", "slow", "not quick"]
+)
+def test_a_server_has_the_timeout_for_each_step_of_a_round_and_a_quick_one_is_asked_about_several(
+    json_stub, monkeypatch, seconds, asked
+):
+    now, rows = [0.0], list[int]()
+    monkeypatch.setattr("anabranch.learner.extensions.teacher.endpoint.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def infer(x):
+        rows.append(len(x))
+        now[0] += seconds
+        return json_stub.answer(x)
+
+    json_stub.infer = infer
+    columns = {"offset": np.arange(20), "feature.x": np.full((20, 2), 0.5, np.float32)}
+    teacher = teacher_of(json_stub.url, step_size=2, request_rows=8, retries=1, timeout="20s")
+    assert np.isfinite(teacher.answer(columns)).all()
+    assert rows == asked
+    json_stub.infer = lambda x: rows.append(len(x)) or Reply({"error": "no"}, 400)
+    for _ in range(2):  # of a round nothing is sent after a refusal, nor is it as many events as before
+        with pytest.raises(TeacherError, match="answers 400"):
+            teacher.answer(columns)
+    assert rows[len(asked) :] == [8 if seconds == 0 else 2, 2]
 
 
 def test_events_with_values_that_are_no_probabilities_have_none(stub):

@@ -16,6 +16,8 @@ from anabranch.learner.extensions.teacher.extension import TeacherFeed
 from anabranch.learner.stream.batch import Batch, Span
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
+STEP = 4
+
 
 class FakeTeacher:
     """Answers with ones, or does as the test says."""
@@ -47,7 +49,7 @@ def make_feed():
 
     def make(teacher, *, unlabelled=False, clock=lambda: 0.0):
         histogram = Histogram("seconds", "Of a request.", registry=CollectorRegistry())
-        feeds.append(TeacherFeed(teacher, (2,), histogram, unlabelled=unlabelled, clock=clock))
+        feeds.append(TeacherFeed(teacher, (2,), histogram, STEP, unlabelled=unlabelled, clock=clock))
         return feeds[-1]
 
     yield make
@@ -95,6 +97,22 @@ def test_no_step_waits_beyond_the_timeout_and_its_events_learn_from_labels_alone
     feed.take(batch, ())
     assert np.isnan(batch.new["teacher"]).all()
     assert feed.report()["teacher"].rows["late"] == 2
+
+
+def test_a_round_waits_as_long_as_its_steps_would_one_by_one(make_feed):
+    teacher, hours = FakeTeacher(timeout=timedelta(hours=1)), [0.0]
+    teacher.blocked.clear()
+
+    def clock():
+        if hours[0]:
+            teacher.blocked.set()
+        return 3600 * hours[0]
+
+    feed, rounds = make_feed(teacher, clock=clock), batch_of([True] * (2 * STEP + 1))
+    feed.foresee(rounds.new)
+    hours[0] = 2.5
+    feed.take(rounds, ())
+    assert feed.report()["teacher"].rows == {"answered": 2 * STEP + 1, "unusable": 0}
 
 
 def test_no_more_batches_than_threads_are_kept_of_those_for_which_no_step_waits(make_feed):

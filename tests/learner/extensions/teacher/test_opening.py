@@ -79,7 +79,7 @@ def opened(folder, schema, teacher, state="var"):
     model = ModelSettings.model_validate({"factory": f"{MODULE}:Both", "teacher": teacher})
     assert model.teacher is not None
     return open_teacher(
-        *(model.teacher, model, schema, Classification(), (3,), CPU), folder=folder, state_dir=folder / state
+        *(model.teacher, model, schema, Classification(), (3,), CPU, 32), folder=folder, state_dir=folder / state
     )
 
 
