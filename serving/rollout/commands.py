@@ -18,7 +18,7 @@ def promote(state: RegistryState, number: int, numbers: Sequence[int]) -> Regist
     """Serve this version whatever its verdict, until a newer one passes; skip those that are newer now."""
     _check(state, number, numbers)
     passed_over = {newer for newer in numbers if newer > number} | (set(state.rolled_back) - {number})
-    replaced = state.replaced if number == state.serving else state.serving
+    replaced = _replaced(state) if number == state.serving else state.serving
     return msgspec.structs.replace(_with(state, numbers, passed_over, promoted=number), replaced=replaced)
 
 

@@ -149,16 +149,16 @@ def _returned(config: Config, record: UndoRecord) -> int | None:
 
 def _serve_clean(config: Config, plan: UndoPlan) -> str | None:
     """Record serving to the clean version, and let no tainted one be taken; return what came of it as a sentence."""
-    tainted, state = [each.version for each in plan.tainted], plan.state
+    tainted, state, result = [each.version for each in plan.tainted], plan.state, None
     if not tainted or state.pinned is not None:
         return None
     try:
-        result, left = None, [number for number in tainted if number not in state.rolled_back]
         if plan.clean is not None and max(tainted) > plan.clean:
             result = apply_command(config, "promote", plan.clean)
-            left = [number for number in left if number < plan.clean]
-        for number in left:
-            result = apply_command(config, "reject", number)
+            state = result.state
+        for number in tainted:
+            if number not in state.rolled_back or number == state.replaced:  # to which a rollback would return
+                result = apply_command(config, "reject", number)
     except AnabranchError as exc:
         return (
             f"serving could not be ordered ({exc}); it stops serving tainted versions once the learner has marked them"

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 
 from anabranch.commands.undo.command import carry_out
@@ -26,6 +27,7 @@ from anabranch.learner.state_dir.undo_file import NAME, read_undo
 from anabranch.learner.status.report import LearnerReport, PartitionReport, write_report
 from anabranch.learner.stream.partition_ledger import PartitionLedger
 from anabranch.learner.versions.format import RegistryState, Versions
+from anabranch.serving.rollout.commands import promote, version_before
 from tests.learner.extensions.undo.undo_bench import NAMES, UndoBench
 
 COUNT = 600
@@ -190,6 +192,20 @@ def test_a_tainted_version_that_is_pinned_has_to_be_unpinned_first(config):
     versions.write_state(RegistryState(serving=max(versions.numbers()), pinned=max(versions.numbers())))
     with pytest.raises(SettingsError, match="is pinned, and has seen events"):
         plan(config, offsets=["payments[0]@300..310"])
+
+
+@pytest.mark.parametrize("chosen", [False, True], ids=["served", "replaced"])
+def test_no_rollback_returns_to_a_tainted_version(config, chosen):
+    versions = Versions(config.state_dir / "versions")
+    clean, *_, tainted = versions.numbers()
+    before = RegistryState(serving=tainted)
+    if chosen:  # a person has replaced it already
+        before = promote(before, clean, versions.numbers())
+    versions.write_state(before)
+    carry_out(config, dataclasses.replace(plan(config, offsets=["payments[0]@300..310"]), clean=clean), timedelta())
+    after = msgspec.structs.replace(versions.state(), serving=clean)
+    assert tainted in after.rolled_back
+    assert version_before(after, versions.numbers(), [clean]) is None
 
 
 def test_an_undo_counts_those_before_to_which_no_learner_has_returned_yet(config):

@@ -305,6 +305,13 @@ def test_a_rollback_before_serving_runs_takes_a_choice_back(numbers):
     assert roll_back(chosen, 4, [1, 2, 3, 4]).promoted == 4
 
 
+def test_a_choice_of_the_served_version_replaces_none():
+    later = RegistryState(serving=4, previous=2, promoted=2, replaced=3, rolled_back=[3])  # 4 passed the gate since
+    assert version_before(promote(later, 4, [1, 2, 3, 4]), [1, 2, 3, 4], [1, 2]) == 2
+    again = RegistryState(serving=2, previous=4, promoted=2, replaced=4, rolled_back=[3, 4])
+    assert version_before(promote(again, 2, [1, 2, 3, 4]), [1, 2, 3, 4], [1]) == 4
+
+
 def test_a_version_that_is_not_served_is_rejected_before_its_turn(numbers, watched):
     numbers.publish(1)
     watched.poll()
