@@ -95,9 +95,14 @@ class Status:
 
     def condition(self, part: str) -> str:
         """Return `running`, `silent`, `starting` or `not running`."""
-        report = self.reports[part]
-        if report is None or not lives(report.pid):
-            return "not running" if self.starts.get(part) is None else "starting"
+        report, start = self.reports[part], self.starts.get(part)
+        if start is not None and (report is None or start.pid == report.pid):
+            # In a container the process before may have had the same pid.
+            is_alive = report is not None and report.time >= start.started
+        else:
+            is_alive = report is not None and lives(report.pid)
+        if report is None or not is_alive:
+            return "not running" if start is None else "starting"
         return "running" if self.now - report.time < SILENT.total_seconds() else "silent"
 
     def exit_code(self) -> Exit:

@@ -1,5 +1,6 @@
 """`anabranch status`: what learner and serving last said, and whether they still live."""
 
+import contextlib
 import io
 import json
 import os
@@ -310,7 +311,7 @@ def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid, now):
     assert f"learner not running pid {dead_pid}, last report 1:00:00 ago" in screen(config)
 
 
-@pytest.mark.parametrize("before", [None, 2**30])
+@pytest.mark.parametrize("before", [None, 2**30, os.getpid()], ids=["first", "after another", "with its pid"])
 def test_a_part_that_starts_says_since_when_and_what_it_waits_for(config, now, before):
     if before is not None:
         reports.write_report(config.state_dir, learner_report(pid=before, time=now - 3600))
@@ -322,23 +323,26 @@ def test_a_part_that_starts_says_since_when_and_what_it_waits_for(config, now, b
         document = json.loads(status.to_json())["learner"]
         assert document["condition"] == "starting"
         assert document["start"]["doing"] == "waits for localhost:9092"
-        reports.write_report(config.state_dir, learner_report(time=now))
+        reports.write_report(config.state_dir, learner_report(time=now + 1))
         assert f"learner running pid {os.getpid()}" in screen(config)
     start_does("waits for nobody")
     assert not list(config.state_dir.glob("*-start.json"))
 
 
-def test_the_start_of_another_process_is_left_alone(config):
-    other = msgspec.json.encode(StartReport(os.getppid(), time.time(), "builds the model"))
-    with starting(config.state_dir, "learner"):
-        (config.state_dir / "learner-start.json").write_bytes(other)
-    assert f"learner starting pid {os.getppid()}" in screen(config)
-
-
-def test_a_part_that_died_while_it_started_is_not_running(config, dead_pid):
+def test_a_part_that_died_while_it_started_is_not_running_whoever_has_its_pid(config):
     path = config.state_dir / "learner-start.json"
-    path.write_bytes(msgspec.json.encode(StartReport(dead_pid, time.time(), "builds the model")))
+    path.write_bytes(msgspec.json.encode(StartReport(os.getpid(), time.time(), "builds the model")))
     assert "learner not running" in screen(config)
+
+
+def test_the_end_of_a_part_leaves_the_start_of_the_next_one(config):
+    before, after = (starting(config.state_dir, "learner") for _ in range(2))
+    with contextlib.ExitStack() as ends:
+        before.__enter__()
+        ends.enter_context(after)
+        before.__exit__(None, None, None)
+        assert "learner starting" in screen(config)
+    assert not list(config.state_dir.glob("*-start.json"))
 
 
 def test_a_living_part_that_says_nothing_is_silent(config):
