@@ -239,11 +239,12 @@ _ONE = torch.ones(())
 def differentiate(total: Tensor) -> None:
     """Add the gradient of a scalar to those of the weights, as `Tensor.backward` does.
 
-    Of a small model's step on a CPU, what that does around the engine is a twentieth: it makes the same 1 each time.
+    Of a small model's step on a CPU, what that does around the engine is a twentieth.
     """
     if type(total) is Tensor and total.is_cpu and total.dtype is torch.float32 and not total.ndim:
         engine = torch.autograd.Variable._execution_engine
-        engine.run_backward((total,), (_ONE,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        # A copy: the gradient of a weight that is a term of the loss may have its memory, and is changed there.
+        engine.run_backward((total,), (_ONE.clone(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         total.backward()  # type: ignore[no-untyped-call]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from anabranch.learner.strategies.base import differentiate
 from anabranch.learner.train.optimizer_step import Gradients
 from anabranch.learner.train.step_snapshot import Snapshots
 
@@ -33,6 +34,17 @@ def test_gradients_are_clipped_as_torch_does_it_bit_for_bit(most, poison):
             assert mine.grad is not None
             assert other.grad is not None
             assert torch.equal(mine.grad, other.grad)
+
+
+def test_a_weight_that_is_a_term_of_the_loss_changes_no_later_gradient():
+    term, weight = nn.Parameter(torch.tensor([5.0])), nn.Parameter(torch.tensor(3.0))
+    for _ in range(2):
+        differentiate(term.squeeze(0) + weight * weight)
+    assert term.grad is not None
+    term.grad *= 100  # as what clips it
+    weight.grad = None
+    differentiate(weight * weight)
+    assert weight.grad == 6.0
 
 
 def test_without_a_gradient_the_norm_is_zero():
