@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from anabranch.core.users_code import in_one_line
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.device import Precision
@@ -65,7 +66,8 @@ def choose(model: nn.Module, schema: Schema, precision: Precision, rows: int) ->
     """Set what is fastest in this process and for the model, and log why; return it.
 
     A trial is both passes of a copy of the model on `rows` made-up events. The model's values and torch's generators
-    are as before. Where torch had n threads, it has at most n.
+    are as before. Where torch had n threads, it has at most n. A memory format with which the model raises, as `view`
+    may, is no choice. Where it raises with its own, nothing is changed.
     """
     most, features = torch.get_num_threads(), sample(schema, rows, _CPU)
     copies = {False: deep_copy(model, {}).train()}
@@ -80,9 +82,17 @@ def choose(model: nn.Module, schema: Schema, precision: Precision, rows: int) ->
             output.float().sum().backward()  # type: ignore[no-untyped-call]
 
     counts = [most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)]
-    choices = list(itertools.starmap(CpuChoice, itertools.product(counts, copies)))
     try:
         with torch.random.fork_rng(devices=[]):
+            for channels_last in [*copies]:
+                try:
+                    trial(CpuChoice(most, channels_last))
+                except Exception as exc:  # noqa: BLE001 the user's model may raise anything
+                    log.info("learner.compile: not %s: %s", CpuChoice(most, channels_last), in_one_line(exc))
+                    del copies[channels_last]
+            if False not in copies:
+                return CpuChoice(most)
+            choices = list(itertools.starmap(CpuChoice, itertools.product(counts, copies)))
             taken = trial_seconds(choices, trial)
     finally:
         torch.set_num_threads(most)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from typing_extensions import override
 
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
@@ -88,6 +89,32 @@ def test_a_model_and_the_generator_are_as_before_but_for_the_memory_format(monke
     assert torch.equal(torch.get_rng_state(), generator)
     assert model[0].weight.is_contiguous() is not best.channels_last
     assert f"steps run with {best};" in caplog.text
+
+
+class Viewing(nn.Module):
+    """Views what a convolution returns as a row, which fails with channels last, or always."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+        self.body, self.head = nn.Conv2d(3, 4, 3), nn.Linear(144, 2)
+
+    @override
+    def forward(self, x):
+        output: torch.Tensor = self.head(self.body(x).view(len(x), *self.shape))
+        return output
+
+
+@pytest.mark.parametrize("shape", [(144,), (7,)], ids=["channels last", "always"])
+def test_a_memory_format_with_which_the_model_raises_is_no_choice(threads, caplog, shape):
+    caplog.set_level("INFO")
+    model = Viewing(shape)
+    chosen = choose(model, SCHEMA, choose_precision("fp32", CPU), 8)
+    assert not chosen.channels_last
+    assert model.body.weight.is_contiguous()
+    assert torch.get_num_threads() == chosen.threads
+    assert "channels last: RuntimeError: view size is not compatible" in caplog.text or shape == (7,)
+    assert shape == (144,) or chosen.threads == threads
 
 
 @pytest.mark.parametrize("compile_", ["auto", True, False])
