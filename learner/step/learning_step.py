@@ -42,6 +42,8 @@ _T = TypeVar("_T")
 
 _MANY = 10
 _MOST_LOGGED = 20
+_OF_CLOCK = 1 / 16
+"""Part of the time by the clock that counts for the length of a round, whatever the processor did."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,8 @@ class LearningStep:
         after the same step however long rounds are."""
         self.seconds = 0.0
         """How long a step of the last round took. On a CPU that is time of the processor: what others take from a busy
-        one is no reason to do in each step what is done once a round."""
+        one is no reason to do in each step what is done once a round. But a step may wait, for requests or for other
+        ranks: a part of the time by the clock counts at least."""
         self._clock = time.thread_time if trainer.device.type == "cpu" else time.perf_counter
 
     def take(self, batch: Batch, names: Sequence[TopicPartition]) -> Sequence[Taken]:
@@ -323,13 +326,13 @@ class LearningStep:
             self.memory(partial(self._replay.add, self._state.steps, batch, NOTHING, None, names), undone=False)
             return ()
         first, everything, steps = self._state.steps, batch.new, batch.steps()
-        begin, copies = self._clock(), self._copies(batch, steps)
+        begin, since, copies = self._clock(), time.perf_counter(), self._copies(batch, steps)
         taken = []
         for each in steps:
             taken.append(self._take_step(each, next(copies), names))
             if self.measures_each:
                 self._measure(each, taken[-1:])
-        self.seconds = (self._clock() - begin) / len(steps)
+        self.seconds = max(self._clock() - begin, _OF_CLOCK * (time.perf_counter() - since)) / len(steps)
         self._count(taken)
         if any(each.result is not None for each in taken):
             self.values.observe(batch.new if len(taken) == 1 else without_raised(everything, steps), names)

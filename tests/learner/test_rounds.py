@@ -430,6 +430,14 @@ def test_a_round_is_no_longer_than_its_time_with_what_it_waits_for_besides_its_s
     bench.close()
 
 
+def test_a_round_whose_steps_wait_ends_in_time_too_although_the_processor_does_nothing(schema, tmp_path):
+    bench, used = made(tmp_path, schema, 1, "none", {"round": "0.001ms"}), itertools.count()
+    bench.loop._step._clock = lambda: next(used) * 1e-9
+    del bench.loop._steps_of_round  # type: ignore[method-assign]
+    assert set(rounds_of(bench)) == {1}
+    bench.close()
+
+
 @pytest.mark.parametrize("strategy", ["er", "none"])
 def test_a_deterministic_learner_ends_a_round_in_time_too(schema, tmp_path, strategy):
     bench = made(tmp_path, schema, 1, strategy, {"deterministic": True, "round": "0.001ms"})
