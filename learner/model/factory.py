@@ -221,7 +221,7 @@ def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
 
 
 class ForOnePass(dict[str, Tensor]):
-    """Features that are copied for one pass already, after which nobody reads them."""
+    """Features that are copied for one pass already: the model gets them as they are."""
 
 
 def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
@@ -229,9 +229,18 @@ def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
 
     The model gets copies, and may write into them: the features are in the memory of the store, of the holdout set, or
     of a request, and are read again; unless they are `ForOnePass`.
+
+    Raises:
+        ModelError: the model has written into features for one pass, and is to run on them again.
     """
-    own = isinstance(features, ForOnePass)
-    return run_on(model, features if own else {name: value.clone() for name, value in features.items()})
+    if not isinstance(features, ForOnePass):
+        return run_on(model, {name: value.clone() for name, value in features.items()})
+    if changed := [name for name, value in features.items() if value._version]:
+        raise ModelError(
+            f"model.factory: the model writes into its input {changed[0]}, and learner.strategy runs it again on the "
+            "joined events: let the strategy join them for each pass, or let the model write into a copy"
+        )
+    return run_on(model, features)
 
 
 def run_on(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:

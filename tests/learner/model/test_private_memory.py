@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.errors import ModelError
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding, TaskEmbedding
 from anabranch.learner.model.factory import forward, make_task
@@ -14,7 +15,7 @@ from anabranch.learner.model.growing.pool import pool_of
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.base import eval_mode
-from anabranch.learner.strategies.examples import Examples
+from anabranch.learner.strategies.examples import Examples, concat
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
@@ -63,6 +64,16 @@ def test_the_store_has_what_the_message_had(schema, tmp_path, name, replay):
         assert (x.min().item(), x.max().item()) >= (100.0, 150.0)
     assert held_out.min() >= 100
     bench.close()
+
+
+def test_a_second_pass_over_joined_events_is_refused_where_the_first_has_written_into_them():
+    part = Examples({"x": torch.full((2, 3), 100.0)}, torch.zeros(2), torch.ones(2))
+    joined = concat([part, part]).features
+    forward(nn.Linear(3, 3), joined)
+    forward(dividing(), joined)
+    with pytest.raises(ModelError, match="the model writes into its input x, and"):
+        forward(nn.Linear(3, 3), joined)
+    assert part.features["x"].min() == 100
 
 
 @pytest.mark.parametrize("inplace", [False, True])
