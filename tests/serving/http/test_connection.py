@@ -16,9 +16,9 @@ import pytest
 
 import anabranch.serving.http.acceptor
 import anabranch.serving.http.connection
-from anabranch.core.net import listen
 from anabranch.serving.http.connection import H11Connection
 from anabranch.serving.http.httptools_connection import HttpToolsConnection
+from anabranch.serving.http.listening_socket import listen_patiently
 from anabranch.serving.http.server import HttpServer
 from anabranch.serving.settings import ServingSettings
 from tests.support.waiting import PATIENCE_SECONDS
@@ -59,7 +59,7 @@ def serve(request, monkeypatch, tmp_path):
         chosen = ServingSettings.model_validate({"timeout": "1s", **settings})
         server = HttpServer(app, chosen, tmp_path)
         server.load()
-        with listen("serving.port", "serving.host", "127.0.0.1", 0) as listener:
+        with listen_patiently("127.0.0.1", 0, timedelta(0)) as listener:
             port = listener.getsockname()[1]
             thread = threading.Thread(target=lambda: asyncio.run(server.serve(listener)))
             thread.start()
@@ -365,7 +365,7 @@ def test_connections_that_were_not_accepted_yet_are_answered_when_it_stops(monke
     server = HttpServer(answer, ServingSettings(), tmp_path, shared)
     server.load()
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen("serving.port", "serving.host", "127.0.0.1", 0))
+        listener = stack.enter_context(listen_patiently("127.0.0.1", 0, timedelta(0)))
         address = listener.getsockname()
         clients = [stack.enter_context(connect(address[1])) for _ in range(20)]
         for client in clients[:-1]:
