@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -299,7 +300,8 @@ class Gradients:
         else:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted)))
         if self._shards.sharded:
-            norm = self._shards.norm(norm)
+            # Ranks add up numbers of one dtype, also where one has no gradient, or has weights of other dtypes.
+            norm = self._shards.norm(norm.to(reduce(torch.promote_types, {leaf.dtype for leaf in self.leaves})))
         if math.isinf(self.max_norm) or not gradients or (norm.is_cpu and not norm.item() + 1e-6 > self.max_norm):
             return norm  # times 1 changes nothing; on a device, to compare would be to wait
         torch._foreach_mul_(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -36,7 +36,7 @@ STEP_PATH = [
 ]
 ALLOWED = {
     "learner/train/step_snapshot.py": {"expect_non_finite: tolist": "once for a model with such buffers"},
-    "learner/train/optimizer_step.py": {"clip: item": "on a CPU alone"},
+    "learner/train/optimizer_step.py": {"clip: item": "on a CPU alone", "clip: to": "another dtype"},
     "learner/train/pipelined_runner.py": {"_share: to": "another dtype"},
     "learner/train/step_runner.py": {
         "_apply_if_finite: tolist": "the one wait of a step",
