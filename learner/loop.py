@@ -86,6 +86,8 @@ class TrainingLoop:
         self._waited = 0.0
         """How long the last round waited for its events, such as for what a teacher says about them, for each step."""
         self.state = LoopState(parts, self.ledger, self._source.batches)
+        self.last_step = math.inf
+        """Number of the step at which a round has to end: a rebuild needs the weights as they are after it."""
         self._partitions: Sequence[Partition] = ()
         self._names: Sequence[TopicPartition] = ()
         self.monitor = parts.monitor
@@ -181,7 +183,8 @@ class TrainingLoop:
             return 1
         seconds = self._step.seconds + self._waited or math.inf  # of the first step nothing is known
         ready = self._replay.ready(self.state.steps, self._step_size)
-        return max(1, min(ready, int(self._settings.round.total_seconds() / seconds)))
+        most = min(ready, self.last_step - self.state.steps, self._settings.round.total_seconds() / seconds)
+        return max(1, int(most))
 
     def _learns(self, batch: Batch, stop: threading.Event) -> bool:
         """Train on one batch; return False if it waited for memory when `stop` was set, and nothing is settled."""

@@ -185,6 +185,8 @@ class Rebuilder:
     def learn_again(self) -> bool:
         """Learn to the point at which the version was published; return False when the command was stopped."""
         loop = self.learner.loop
+        if self.learner.spec.learner.deterministic:
+            loop.last_step = self._manifest.step
         loop.begin(self._stop, ())
         if self._begins:
             self._check_starts()

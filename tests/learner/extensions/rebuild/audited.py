@@ -7,6 +7,7 @@ import threading
 from anabranch.config.loader import load_config
 from anabranch.learner.assembly import Assembly, learn, rebuild_version
 from anabranch.learner.checkpoints.format import Checkpoints
+from anabranch.learner.loop import TrainingLoop
 from anabranch.learner.versions.format import Versions
 
 MODEL = """
@@ -60,7 +61,7 @@ status = "127.0.0.1:0"
 capacity = 200
 disk = {{bytes = "1MB"}}
 [versions]
-publish_every = "1ms"
+publish_every = "0.001ms"
 keep = 1000
 [checkpoints]
 every = "1h"
@@ -102,6 +103,8 @@ class Audited:
     def learn(self, monkeypatch, until, checkpoints_at=(), *, killed=False):
         """Learn until step `until`, with a version after each step, and checkpoints after these; then stop in order.
 
+        Each step is a round here. A rebuild takes rounds as long as the settings say, which change no bits.
+
         With `killed`, the state directory is afterwards as a SIGKILL at that step would have left it.
         """
         stop, build, state_dir = threading.Event(), Assembly.tasks, self.spec.state_dir
@@ -128,6 +131,7 @@ class Audited:
         with monkeypatch.context() as patch:
             patch.setattr(Assembly, "tasks", tasks)
             patch.setattr("anabranch.learner.versions.scores._SHARE", 1)
+            patch.setattr(TrainingLoop, "_steps_of_round", lambda _loop: 1)
             learn(self.spec, stop)
         if killed:
             shutil.rmtree(state_dir)

@@ -115,6 +115,20 @@ def test_a_version_with_features_learned_on_the_stream_is_rebuilt_bit_for_bit(au
     assert all(weights[f"learned_features.feature_x.{name}"].any() for name in ("shift", "factor"))
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_rebuild_takes_no_step_after_the_last_one_of_the_version(audited, produce, monkeypatch, batch_size):
+    """One more event of each partition is read than the version has learned, which may be all that a step needs."""
+    audited.rewrite("batch_size = 8", f"batch_size = {batch_size}")
+    audited.rewrite("replay_ratio", 'round = "1h"\nreplay_ratio')
+    for partition in range(2):
+        produce(audited.bootstrap, audited.topic, events(50, partition), partition=partition)
+    audited.learn(monkeypatch, 20)
+
+    for number in (3, 8, 11, 15):
+        rebuilt = audited.rebuild(number)
+        assert (rebuilt.equal, rebuilt.steps) == (True, audited.versions.manifest(number).step)
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(audited, produce, monkeypatch):
     produce(audited.bootstrap, audited.topic, events(400))
     audited.learn(monkeypatch, 30, (10, 20))
@@ -251,7 +265,7 @@ def test_batches_that_follow_the_arrival_of_events_are_compared_by_their_distanc
 def test_a_rebuild_ends_where_the_topic_was_created_again_with_fewer_events(
     audited, produce, recreate_topic, monkeypatch
 ):
-    audited.rewrite("deterministic = true", 'deterministic = false\nmax_delay = "1ms"\nround = "0.001ms"')
+    audited.rewrite("deterministic = true", 'deterministic = false\nmax_delay = "1ms"')
     produce(audited.bootstrap, audited.topic, events(150))
     audited.learn(monkeypatch, 13)
     recreate_topic(audited.bootstrap, audited.topic, 2)
@@ -284,7 +298,7 @@ def test_settings_that_have_changed_are_refused_by_their_keys(audited, produce, 
         with pytest.raises(RebuildError, match=sentence):
             audited.rebuild(3)
     audited.path.write_text(kept)
-    audited.rewrite('publish_every = "1ms"', 'publish_every = "1h"')
+    audited.rewrite('publish_every = "0.001ms"', 'publish_every = "1h"')
     assert audited.rebuild(3).equal, "no weights depend on it"
 
 
