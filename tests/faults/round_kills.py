@@ -1,8 +1,8 @@
 """SIGKILLs of the learner in the middle of rounds of several steps, counted by the weights of the model.
 
-The model is that of `kills`. It kills its own process in the forward pass of a step, once the process has trained for a
-random time: in a round of which a step was taken, and another is left. So no kill misses the rounds, as one by a clock
-may. What a round was when it was killed is written to a file first.
+The model is that of `kills`. It kills its own process in the forward pass of a step, once the process has taken a
+random number of steps: in a round of which a step was taken, and another is left. So no kill misses the rounds, nor
+comes after the stream, as one by a clock may. What a round was when it was killed is written to a file first.
 """
 
 import random
@@ -15,10 +15,8 @@ from tests.faults.figures import Figures
 from tests.faults.kills import (
     CODE,
     LEAST_A_SECOND,
-    LIFE_SECONDS,
     PARTITIONS,
     ROW,
-    STEP_SECONDS,
     TEXT,
     accounts,
     is_exact,
@@ -32,11 +30,10 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 
 _KILLED = Path(__file__).parent / "killed"
-_at = None
+_left = random.SystemRandom().randrange({steps})
 
 def round_now():
     "Return how many steps of the round were taken, and how many it has, from the call of `LearningStep.take`."
@@ -47,12 +44,11 @@ def round_now():
 
 class Killed(Accounts):
     def forward(self, id):
-        global _at
+        global _left
         output = super().forward(id)
         if output.requires_grad and (found := round_now())[1]:
-            now = time.monotonic()
-            _at = _at or now + random.SystemRandom().uniform(0.0, {life})
-            if now >= _at and 0 < found[0] < found[1] and random.SystemRandom().random() < 0.3:
+            _left -= 1
+            if _left < 0 and 0 < found[0] < found[1]:
                 with _KILLED.open("a+") as file:
                     file.seek(0)
                     if len(file.readlines()) < {kills}:
@@ -64,6 +60,11 @@ class Killed(Accounts):
 def build(events):
     return Killed(events)
 """
+
+
+_BATCH = 2
+_OF_STEPS = 0.8
+"""Part of the steps of the stream that precede the last kill at most."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,11 @@ def killed_inside_rounds(
     folder: Path, bootstrap: str, events: int, kills: int, checkpoint_every: str, seed: int
 ) -> RoundKills:
     """Train on a stream of `events` events, which is complete before the start, with `kills` kills inside rounds."""
-    begin, batch = time.monotonic(), max(2, round(events * STEP_SECONDS / (kills * LIFE_SECONDS)))
+    begin, most = time.monotonic(), int(_OF_STEPS * events / (_BATCH * kills))
     topic = make_topic(bootstrap, "accounts", PARTITIONS)
-    code = CODE + _KILLING.replace("{life}", str(2 * LIFE_SECONDS)).replace("{kills}", str(kills))
-    text = TEXT.format(events=events, batch=batch, checkpoint_every=checkpoint_every)
+    code = CODE + _KILLING.replace("{steps}", str(most)).replace("{kills}", str(kills))
+    text = TEXT.format(events=events, batch=_BATCH, checkpoint_every=checkpoint_every)
+    text = text.replace("{learner}", '{learner}\nround = "1h"')  # else a slow machine takes one step a round
     pipeline = Pipeline(folder, bootstrap, topic, code, text)
     messages = list(messages_of(events, random.Random(seed)))
     bad = sum(1 for message in messages if len(message) % ROW.itemsize)
