@@ -36,6 +36,8 @@ def settings_of_weights(spec: PipelineSettings) -> dict[str, Any]:
     stream, replay, gate = spec.stream, spec.replay, spec.gate
     sections: dict[str, BaseModel] = {"stream": stream, "model": spec.model, "learner": spec.learner, "replay": replay}
     tree = {name: section.model_dump(mode="json", exclude=UNPUBLISHED[name]) for name, section in sections.items()}
+    if spec.learner.deterministic:
+        del tree["learner"]["round"]  # the bits are the same for rounds of any length
     tree["gate"] = {"holdout_fraction": gate.holdout_fraction, "holdout_rows": gate.holdout_rows}
     if stream.backfill is not None:
         tree["stream"]["backfill"]["files"] = [Path(file).name for file in stream.backfill.files]

@@ -197,3 +197,10 @@ def test_caches_matter_only_where_there_is_no_slower_tier():
     assert settings()["replay.device_bytes"] == 256_000_000
     assert settings(learner={"status": "127.0.0.1:1", "standby": True}) == settings()
     assert settings(learner={"strategy": {"name": "der", "alpha": 0.3}})["learner.strategy.alpha"] == 0.3
+
+
+def test_the_length_of_rounds_matters_only_where_bits_depend_on_it():
+    longer = {"round": "1s"}
+    assert settings(learner=longer) != settings()
+    exact = {"deterministic": True}
+    assert settings(learner=exact | longer) == settings(learner=exact)
