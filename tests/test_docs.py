@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -500,7 +501,8 @@ def test_the_drill_goes_on_without_a_lost_or_repeated_event(kafka, tmp_path):
     learn = page["drill learn"]
 
     def background(script):
-        learner = f"setsid {sys.executable} -m anabranch learn"  # not forked, so that `kill -9` ends the learner itself
+        # Not forked, so that `kill -9` ends the learner itself.
+        learner = f"setsid {shlex.quote(sys.executable)} -m anabranch learn"
         return script.replace("anabranch learn &", f"{learner} > learner.log 2>&1 < /dev/null &")
 
     def stored(folder, events):
