@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
+from anabranch.core.failures import out_of_memory
 from anabranch.core.users_code import in_one_line
 from anabranch.ingest.events.schema import Schema
 from anabranch.replay.embedding_index.client import NeighbourClient
@@ -218,7 +219,7 @@ def _one_sentence(key: str) -> Iterator[None]:
     except AnabranchError:
         raise
     except Exception as exc:
-        if key in TIERS:
+        if key in TIERS or out_of_memory(exc):  # a start without memory is tried again
             raise
         kind = DependencyError if isinstance(exc, OSError) else SettingsError
         raise kind(f"replay.{key} cannot be opened: {in_one_line(exc)}") from exc

@@ -215,6 +215,15 @@ def test_what_a_tier_of_the_user_raises_when_it_is_opened_is_one_sentence(build,
         build({**ON_SHELF, **({"disk": {"bytes": "200kB"}} if method == "cache" else {})})
 
 
+def test_a_tier_of_the_user_that_finds_no_memory_is_tried_again_as_others_are(build, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ShelfFactory, "open_primary", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        build(ON_SHELF)
+
+
 def test_a_primary_tier_without_a_reference_is_refused(build, monkeypatch):
     def open_primary(factory, slots, source):
         tier = factory.cache(slots, source)
