@@ -11,7 +11,6 @@ from functools import partial
 from anabranch.core.shutdown import Deadline
 from anabranch.core.tracing.context import Attributes
 from anabranch.core.tracing.spans import NO_SPAN, current_tracer
-from anabranch.ingest.events.block import Outcome
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.learner.checkpoints.format import Checkpoint
@@ -236,7 +235,7 @@ class TrainingLoop:
                 if step.finite is not None:
                     trained(step.batch, step.finite)
         for span in batch.spans:
-            self.ledger.advance(span, Outcome.TRAINED)  # what was skipped has left the batch
+            self.ledger.advance(span)  # what was skipped has left the batch
         for settle in self._settles:
             settle(batch)
 

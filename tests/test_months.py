@@ -164,7 +164,7 @@ def ledger_and_lag(year):
         blocks.append(Block(columns, (Coverage(0, begin, begin + 40, removed=5),)))
         while (batch := batches.next(threading.Event())) is not None:
             for span in batch.spans:
-                ledger.advance(span, Outcome.TRAINED)
+                ledger.advance(span)
         ledger.partitions[0].update(Partition(EVENTS, 0, 100 * tick + 1000, "topic-id"))
         stream.ends_time = year.now
         policy.update(ledger.partitions, ledger.moved)

@@ -67,10 +67,10 @@ class Decided:
     scored: NDArray[np.bool_]
     corrects: NDArray[np.bool_]
 
-    def ends(self, outcome: Outcome) -> NDArray[np.uint8]:
-        """Return how each event ends, uint8 `[K]`, where those of the batch are TRAINED or SKIPPED."""
-        final = self.outcome if outcome is Outcome.TRAINED else np.uint8(outcome)
-        return np.where(self.span.trained, final, self.span.columns["outcome"])
+    @property
+    def ends(self) -> NDArray[np.uint8]:
+        """How each event ends once those of the batch are trained on, uint8 `[K]`."""
+        return np.where(self.span.trained, self.outcome, self.span.columns["outcome"])
 
 
 @dataclass

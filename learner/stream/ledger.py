@@ -128,7 +128,7 @@ class Ledger:
         self.partitions: list[PartitionLedger] = []
         self._published = published or {}
         self._learned = RecordTimes()
-        self._open: list[tuple[Span, Outcome, SkipReason]] = []
+        self._open: list[Span] = []
         self.moved: set[int] = set()
         """The indices of the partitions whose position has moved since the lag was measured."""
         self._rows = rows
@@ -165,15 +165,15 @@ class Ledger:
         """The fingerprint of each partition, by which a restart recognizes it, in the order of the index."""
         return {account.name: account.mark for account in self.partitions}
 
-    def advance(self, span: Span, outcome: Outcome, reason: SkipReason = SkipReason.NONE) -> None:
-        """Settle a span: the rows of the batch get `outcome`, other pending rows were stored only.
+    def advance(self, span: Span) -> None:
+        """Settle a span: the rows of the batch were trained on, other pending rows were stored only.
 
         Positions and marks move at once; counts follow with `count`, which every property that needs them calls.
 
         Raises:
             AssertionError: offsets decrease, which is a bug.
         """
-        self._open.append((span, outcome, reason))
+        self._open.append(span)
         self.moved.update(span.positions)
         for index in {*span.removed, *span.passed}:  # seldom any
             gone = span.removed.get(index, 0) + span.passed.get(index, 0)
@@ -188,19 +188,12 @@ class Ledger:
         if len(self._open) >= _MANY:
             self.count()
 
-    def end(self, decided: Decided, outcome: Outcome, reason: SkipReason = SkipReason.NONE) -> None:
-        """Count how events ended that have waited for their label.
-
-        Args:
-            decided: the events; those that were not in the batch have their outcome and reason already.
-            outcome: of those in the batch: TRAINED, or SKIPPED.
-            reason: why those were skipped.
-        """
-        span = decided.span
-        settled = decided.ends(outcome)
-        reasons = np.where(span.trained, np.uint8(reason), span.columns["reason"])
-        self._count_ended(span.columns["partition"][decided.ended], settled[decided.ended], reasons[decided.ended])
-        learned = span.trained & (outcome is Outcome.TRAINED) & np.greater(span.columns["time_ms"], 0)
+    def end(self, decided: Decided) -> None:
+        """Count how events ended that have waited for their label."""
+        span, ended = decided.span, decided.ended
+        reasons = np.where(span.trained, np.uint8(SkipReason.NONE), span.columns["reason"])
+        self._count_ended(span.columns["partition"][ended], decided.ends[ended], reasons[ended])
+        learned = span.trained & np.greater(span.columns["time_ms"], 0)
         self._learned.add(span.columns["time_ms"][learned].astype(np.int64))
 
     def end_erased(self, partition: NDArray[np.int32]) -> int:
@@ -222,18 +215,14 @@ class Ledger:
         Raises:
             AssertionError: a row gets a second outcome, or offsets decrease, which is a bug.
         """
-        uncounted, self._open = self._open, []
-        if not uncounted:
+        spans, self._open = self._open, []
+        if not spans:
             return
-        spans = [span for span, *_ in uncounted]
         columns = {name: np.concatenate([span.columns[name] for span in spans]) for name in IDENTITY_COLUMNS}
         trained = np.concatenate([span.trained for span in spans])
-        sizes = [len(span.trained) for span in spans]
-        outcome = np.repeat(np.array([outcome for _, outcome, _ in uncounted], np.uint8), sizes)
-        reason = np.repeat(np.array([reason for *_, reason in uncounted], np.uint8), sizes)
         left = np.where(columns["outcome"] == Outcome.PENDING, np.uint8(Outcome.STORED_ONLY), columns["outcome"])
-        settled = np.where(trained, outcome, left)
-        reasons = np.where(trained, reason, columns["reason"])
+        settled = np.where(trained, np.uint8(Outcome.TRAINED), left)
+        reasons = np.where(trained, np.uint8(SkipReason.NONE), columns["reason"])
         moved = {index for span in spans for index in span.positions}
         for index in moved:
             account, own = self.partitions[index], columns["partition"] == index
@@ -252,7 +241,7 @@ class Ledger:
             account.skipped += np.bincount(reasons[own], minlength=len(SkipReason))
             if len(offset):
                 account.time_ms = int(columns["time_ms"][own][-1])
-        learned = trained & (outcome == Outcome.TRAINED) & self._first(columns, moved)
+        learned = trained & self._first(columns, moved)
         self._learned.add(columns["time_ms"][learned].astype(np.int64))
 
     def _add_outcomes(self, account: PartitionLedger, counts: NDArray[np.int64]) -> None:

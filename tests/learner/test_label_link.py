@@ -94,7 +94,7 @@ class Bench:
         span = Span(identity, np.zeros(len(offsets), np.bool_), {partition: Position(offsets[-1] + 1)}, {}, {}, {})
         kinds = {"labels": columns} if partition else {"waiting": columns}
         batch = self.late.arrivals.before_round(Batch({}, {}, {}, [span], **kinds), PARTITIONS)
-        self.ledger.advance(span, Outcome.TRAINED)
+        self.ledger.advance(span)
         self.late.settle(batch)
         self.ledger.count()
         return batch

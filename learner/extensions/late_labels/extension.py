@@ -283,8 +283,8 @@ class LateLabels(Extension):
             again[row] = not_finite[row] and name not in self._repeated
             (self._repeated.add if again[row] else self._repeated.discard)(name)
         decided.ended[again] = False
-        self._ledger.end(decided, Outcome.TRAINED)
-        ends, stored = decided.ends(Outcome.TRAINED), decided.span.columns["outcome"] == _STORED_ONLY
+        self._ledger.end(decided)
+        ends, stored = decided.ends, decided.span.columns["outcome"] == _STORED_ONLY
         self.join.settle((ends == _TIMED_OUT) | (ends == _HELD_OUT) | stored, stored=stored, again=again)
 
     def _add_oldest(self, columns: Mapping[str, Array]) -> None:

@@ -303,7 +303,7 @@ def test_every_event_has_one_outcome_whenever_the_learner_falls_behind_and_catch
         number += 1
         stored_only += len(batch.stored_only["offset"]) if batch.stored_only else 0
         for span in batch.spans:
-            accounts.advance(span, Outcome.TRAINED)
+            accounts.advance(span)
     report = accounts.totals.reports()["events:0"]
     assert report.end - report.start == report.finished + report.passed + report.gaps + report.removed + report.pending
     assert sum(report.outcomes.values()) == expected["all"]

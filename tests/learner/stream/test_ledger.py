@@ -19,7 +19,7 @@ from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.metrics import IngestMetrics
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.learner.state_dir.trained_through import PartitionProgress
-from anabranch.learner.stream.batch import Decided, Span
+from anabranch.learner.stream.batch import Batch, Decided, Span
 from anabranch.learner.stream.batches import Batches
 from anabranch.learner.stream.ledger import Ledger
 
@@ -112,7 +112,7 @@ def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cu
     for batch in drain(queue, batch_size := data.draw(st.integers(1, 7))):
         assert len(batch) <= batch_size
         for span in batch.spans:
-            accounts.advance(span, Outcome.TRAINED)
+            accounts.advance(span)
             settled += len(span.trained)
         trained += batch.new["offset"].tolist() if batch.new else []
         assert not data.draw(st.booleans()) or adds_up(accounts)
@@ -141,7 +141,7 @@ def test_removed_and_passed_offsets_are_not_counted_as_gaps(schema):
     accounts = ledger()
     for batch in drain(Queue([block(schema, rows, [Coverage(0, 10, 14, removed=7, passed=3)])]), 4):
         for span in batch.spans:
-            accounts.advance(span, Outcome.TRAINED)
+            accounts.advance(span)
     report = accounts.totals.reports()["events:0"]
     assert (report.removed, report.passed, report.gaps, report.finished) == (7, 3, 3, 1)
     assert report.trained_through == 13
@@ -159,8 +159,9 @@ def test_a_skipped_batch_is_counted_with_its_reason(schema):
     rows = [(0, offset, 0, Outcome.PENDING) for offset in range(3)]
     accounts = ledger()
     for batch in drain(Queue([block(schema, rows, [Coverage(0, 0, 3)])]), 8):
+        batch.skip(np.ones(len(batch), np.bool_), SkipReason.NON_FINITE)
         for span in batch.spans:
-            accounts.advance(span, Outcome.SKIPPED, SkipReason.NON_FINITE)
+            accounts.advance(span)
     assert accounts.totals.outcomes["skipped"] == 3
     assert accounts.totals.skipped == {"non_finite": 3}
 
@@ -173,7 +174,7 @@ def test_events_without_a_label_are_stored_only(schema):
     assert batch.new["offset"].tolist() == [0, 3]
     assert batch.stored_only["offset"].tolist() == [1, 2]
     for span in batch.spans:
-        accounts.advance(span, Outcome.TRAINED)
+        accounts.advance(span)
     assert accounts.totals.outcomes["trained"] == accounts.totals.outcomes["stored_only"] == 2
 
 
@@ -183,9 +184,9 @@ def test_decreasing_offsets_are_a_bug_that_is_detected_at_once(schema):
     first, second = (
         span for batch in drain(Queue([block(schema, rows, [Coverage(0, 0, 2)])]), 1) for span in batch.spans
     )
-    accounts.advance(second, Outcome.TRAINED)
+    accounts.advance(second)
     with pytest.raises(AssertionError):
-        accounts.advance(first, Outcome.TRAINED)
+        accounts.advance(first)
 
 
 def test_a_row_among_removed_offsets_is_a_bug_that_is_detected_at_once(schema):
@@ -193,17 +194,17 @@ def test_a_row_among_removed_offsets_is_a_bug_that_is_detected_at_once(schema):
     rows = [(0, 3, 0, Outcome.PENDING)]
     (batch,) = drain(Queue([block(schema, rows, [Coverage(0, 0, 9, removed=5)])]), 1)
     with pytest.raises(AssertionError):
-        accounts.advance(batch.spans[0], Outcome.TRAINED)
+        accounts.advance(batch.spans[0])
 
 
 @pytest.mark.parametrize("counted_between", [False, True])
 def test_settling_a_span_twice_is_a_bug_that_is_detected(schema, counted_between):
     accounts = ledger()
     (batch,) = drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 1)])]), 1)
-    accounts.advance(batch.spans[0], Outcome.TRAINED)
+    accounts.advance(batch.spans[0])
     if counted_between:
         accounts.count()
-    accounts.advance(batch.spans[0], Outcome.TRAINED)
+    accounts.advance(batch.spans[0])
     with pytest.raises(AssertionError):
         accounts.count()
 
@@ -219,7 +220,7 @@ def test_only_events_with_a_time_that_are_trained_on_for_the_first_time_are_new(
         accounts.add_partition(name, 0)
     for batch in drain(Queue([made]), 2):
         for span in batch.spans:
-            accounts.advance(span, Outcome.TRAINED)
+            accounts.advance(span)
     assert accounts.take_newly_trained().quantiles(9).tolist() == [102, 103, 106]
     assert accounts.take_newly_trained().rows == 0
 
@@ -227,8 +228,9 @@ def test_only_events_with_a_time_that_are_trained_on_for_the_first_time_are_new(
 def test_the_events_of_a_skipped_batch_are_not_newly_trained(schema):
     accounts = ledger()
     for batch in drain(Queue([block(schema, [(0, 5, 0, Outcome.PENDING)], [Coverage(0, 5, 6)])]), 8):
+        batch.skip(np.ones(len(batch), np.bool_), SkipReason.NON_FINITE)
         for span in batch.spans:
-            accounts.advance(span, Outcome.SKIPPED, SkipReason.NON_FINITE)
+            accounts.advance(span)
     assert accounts.take_newly_trained().rows == 0
 
 
@@ -262,7 +264,7 @@ def test_unread_events_of_a_topic_that_was_created_again_are_removed(schema):
     for batch in drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 2)])]), 4):
         accounts.add_partition(NAMES[0].next_incarnation, 0)
         for span in batch.spans:
-            accounts.advance(span, Outcome.TRAINED)  # what was under way is settled where it is from
+            accounts.advance(span)  # what was under way is settled where it is from
     accounts.partitions[2].update(Partition(NAMES[0].next_incarnation, 0, 5, "second"))
     again = Ledger()
     again.restore(accounts.state())
@@ -283,7 +285,7 @@ def test_the_last_record_of_a_block_is_kept_once_all_of_the_block_is_settled(sch
     assert len(batches) == 2
     for batch, known in zip(batches, (None, last), strict=True):
         for span in batch.spans:
-            accounts.advance(span, Outcome.TRAINED)
+            accounts.advance(span)
         assert accounts.partitions[0].mark.last == known
     again = Ledger()
     again.restore(json.loads(json.dumps(accounts.state())))
@@ -308,7 +310,7 @@ def test_events_that_waited_end_once_in_an_account_of_their_own(schema):
     accounts = ledger()
     (batch,) = drain(Queue([block(schema, [(0, n, 0, Outcome.WAITING) for n in range(6)], [Coverage(0, 0, 6)])]), 9)
     for span in batch.spans:
-        accounts.advance(span, Outcome.TRAINED)
+        accounts.advance(span)
     accounts.count()
     account = accounts.partitions[0]
     assert (account.waiting, accounts.totals.outcomes["waiting"]) == (6, 6)
@@ -318,7 +320,7 @@ def test_events_that_waited_end_once_in_an_account_of_their_own(schema):
     assert accounts.totals.reports()["events:0"].seen_through == accounts.read["events:0"][1] == 5
 
     kinds = [Outcome.TRAINED, Outcome.TIMED_OUT, Outcome.HELD_OUT, Outcome.SKIPPED]
-    accounts.end(ended(kinds, trained=2), Outcome.TRAINED)
+    accounts.end(ended(kinds, trained=2))
     assert accounts.end_erased(np.zeros(1, np.int32)) == 1
     assert account.waiting == 1
     report = accounts.totals.reports()["events:0"]
@@ -338,7 +340,9 @@ def test_events_that_waited_end_once_in_an_account_of_their_own(schema):
 
 def test_waited_events_of_a_step_that_is_not_taken_are_skipped(schema):
     accounts = ledger()
-    accounts.end(ended([Outcome.TRAINED, Outcome.STORED_ONLY], trained=1), Outcome.SKIPPED, SkipReason.NON_FINITE)
+    decided = ended([Outcome.TRAINED, Outcome.STORED_ONLY], trained=1)
+    Batch({"offset": np.zeros(1)}, {}, {}, [], decided=decided).skip(np.ones(1, np.bool_), SkipReason.NON_FINITE)
+    accounts.end(decided)
     account = accounts.partitions[0]
     assert (account.waited[Outcome.SKIPPED], account.waited[Outcome.STORED_ONLY]) == (1, 1)
     assert account.waited_skipped[SkipReason.NON_FINITE] == 1
@@ -357,7 +361,7 @@ def test_the_files_of_each_pass_are_one_account_and_versions_name_topics_alone(s
         part = block(schema, [(file, at, 0, outcomes[at % 3]) for at in range(rows)], [Coverage(file, 0, rows)])
         for batch in drain(Queue([part]), 8):
             for span in batch.spans:
-                accounts.advance(span, Outcome.TRAINED)
+                accounts.advance(span)
         for _ in range(2):  # a file that was read is added once
             first, second, topic = (accounts.totals.reports()[name] for name in ("h", "h.2", "events:0"))
             assert len(accounts.totals.reports()) == 3
@@ -383,7 +387,7 @@ def test_the_files_of_a_checkpoint_are_summed_as_before(schema):
         part = block(schema, [(file, at, 0, Outcome.PENDING) for at in range(rows)], [Coverage(file, 0, rows)])
         for batch in drain(Queue([part]), 8):
             for span in batch.spans:
-                accounts.advance(span, Outcome.TRAINED)
+                accounts.advance(span)
     again = Ledger()
     again.restore(json.loads(json.dumps(accounts.state())))
     assert again.totals.reports() == accounts.totals.reports()
@@ -411,7 +415,7 @@ def test_outcomes_of_a_checkpoint_are_not_counted_and_each_later_one_is_counted_
     def settle(accounts, rows, *coverage):
         (batch,) = drain(Queue([block(schema, rows, list(coverage))]), 100)
         for span in batch.spans:
-            accounts.advance(span, Outcome.TRAINED)
+            accounts.advance(span)
 
     before = ledger()
     settle(before, [(0, 0, 0, Outcome.PENDING)], Coverage(0, 0, 1))

@@ -178,12 +178,10 @@ class Learner:
             rows = zip(batch.new["offset"].tolist(), names, batch.new["label"].tolist(), strict=True)
             self.learned += list(rows)
         for span in batch.spans:
-            self.ledger.advance(span, Outcome.TRAINED)
+            self.ledger.advance(span)
         if batch.decided is not None:
             decided = batch.decided
-            ended = zip(
-                decided.span.columns["offset"], decided.ends(Outcome.TRAINED), decided.label, decided.ended, strict=True
-            )
+            ended = zip(decided.span.columns["offset"], decided.ends, decided.label, decided.ended, strict=True)
             self.learned += [(int(at), Outcome(int(how)).name, int(label)) for at, how, label, ends in ended if ends]
         self.late.settle(batch)
         self.ledger.count()
