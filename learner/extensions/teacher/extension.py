@@ -66,9 +66,10 @@ class Teacher:
 class TeacherRequest:
     """The events of a batch, of which a teacher is asked the outputs."""
 
-    def __init__(self, columns: Mapping[str, Array], until: float | None, *, is_trial: bool) -> None:
-        """Take `until`, when a step waits no longer; `is_trial`: no step waits at all."""
+    def __init__(self, columns: Mapping[str, Array], steps: int, until: float | None, *, is_trial: bool) -> None:
+        """Take the number of steps, and `until`, when they wait no longer; `is_trial`: no step waits at all."""
         self.columns = columns
+        self.steps = steps
         self.until = until
         self.is_trial = is_trial
         self.done = threading.Event()
@@ -101,7 +102,7 @@ class TeacherFeed(Extension):
         Args:
             teacher: closed by `close`.
             shape: of the output for one event.
-            duration: observes how long the teacher takes for a batch.
+            duration: observes how long the teacher takes for the events of a step.
             step_size: events of a full step.
             unlabelled: whether events without a label are trained on, by the teacher's output alone.
             clock: for tests.
@@ -189,7 +190,7 @@ class TeacherFeed(Extension):
             return None
         steps = -(-len(columns["offset"]) // self._step_size)
         until = None if timeout is None else now + steps * timeout.total_seconds()
-        request = TeacherRequest(columns, until, is_trial=is_trial)
+        request = TeacherRequest(columns, steps, until, is_trial=is_trial)
         if not self._threads:
             self._run(request)
             return request
@@ -230,7 +231,7 @@ class TeacherFeed(Extension):
                 is_needed = request.is_trial or (self._failure is None and not request.is_given_up)
             if is_needed:
                 request.output_N = self._teacher.answer(request.columns)
-                self._duration.observe(self._clock() - begin)
+                self._duration.observe((self._clock() - begin) / request.steps)
                 self._succeed()
         except TeacherError as exc:
             self._fail(str(exc))

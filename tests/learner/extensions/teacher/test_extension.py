@@ -47,8 +47,8 @@ class FakeTeacher:
 def make_feed():
     feeds: list[TeacherFeed] = []
 
-    def make(teacher, *, unlabelled=False, clock=lambda: 0.0):
-        histogram = Histogram("seconds", "Of a request.", registry=CollectorRegistry())
+    def make(teacher, *, unlabelled=False, clock=lambda: 0.0, registry=None):
+        histogram = Histogram("seconds", "Of a step.", registry=registry or CollectorRegistry())
         feeds.append(TeacherFeed(teacher, (2,), histogram, STEP, unlabelled=unlabelled, clock=clock))
         return feeds[-1]
 
@@ -113,6 +113,13 @@ def test_a_round_waits_as_long_as_its_steps_would_one_by_one(make_feed):
     hours[0] = 2.5
     feed.take(rounds, ())
     assert feed.report()["teacher"].rows == {"answered": 2 * STEP + 1, "unusable": 0}
+
+
+def test_the_time_that_is_measured_is_that_of_a_step_as_the_timeout_is(make_feed):
+    seconds, registry = iter(range(0, 1000, 6)), CollectorRegistry()
+    feed = make_feed(FakeTeacher(0), clock=lambda: next(seconds), registry=registry)
+    feed.take(batch_of([True] * 3 * STEP), ())
+    assert registry.get_sample_value("seconds_sum") == 6 / 3
 
 
 def test_no_more_batches_than_threads_are_kept_of_those_for_which_no_step_waits(make_feed):
