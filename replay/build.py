@@ -200,7 +200,9 @@ def _slow(chain: Mapping[str, TierFactory], source: SlowTier | None, count: int)
     with _one_sentence(last):
         primary = kind.open_primary(count, source)
     if primary.file is None:
-        raise SettingsError(f"replay.{last}: its primary tier has no file, by which checkpoints name it")
+        raise SettingsError(
+            f"replay.{last}: its primary tier has no file, by which checkpoints name it: return a TierRef"
+        )
     tiers = list[SlowTier]()
     for key, kind in caches:
         with _one_sentence(key):

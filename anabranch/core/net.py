@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from anabranch.core.errors import SettingsError
 
 _KNOWN = 64
+_OWN_ADDRESS = "name an address of this machine"
 
 
 class TakenError(SettingsError):
@@ -33,7 +34,7 @@ def listen(key: str, host_key: str, host: str, port: int, backlog: int = 1) -> s
         family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only where the protocol is named
     except OSError as exc:
-        raise SettingsError(f'{host_key} = "{host}" cannot be bound: {exc.strerror}') from exc
+        raise SettingsError(f'{host_key} = "{host}" cannot be bound: {exc.strerror}; {_OWN_ADDRESS}') from exc
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -49,8 +50,11 @@ def bind_error(key: str, host_key: str, host: str, port: int, error: OSError) ->
     if error.errno == errno.EADDRINUSE:
         way_out = "stop the program that has it, or choose another port (0 takes a free one)"
         return TakenError(f"{key} = {port} is taken on {host}: {way_out}")
-    wrong = f"{key} = {port}" if error.errno == errno.EACCES else f'{host_key} = "{host}"'
-    return SettingsError(f"{wrong} cannot be bound: {error.strerror or error}")
+    if error.errno == errno.EACCES:
+        wrong, way_out = f"{key} = {port}", "choose a port above 1023"
+    else:
+        wrong, way_out = f'{host_key} = "{host}"', _OWN_ADDRESS
+    return SettingsError(f"{wrong} cannot be bound: {error.strerror or error}; {way_out}")
 
 
 def is_loopback(host: str) -> bool:

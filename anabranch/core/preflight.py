@@ -93,7 +93,8 @@ def check_address(key: str, host_key: str, host: str, port: int, report: _OfProc
         fix = f"Stop the program that has it, or set {key} to another port."
         yield problem("port.taken", f"{key}: another program listens on {host}:{port}.", fix)
     except SettingsError as exc:
-        wrong = str(exc).partition(" = ")[0]
-        yield problem("port.address", f"{exc}.", f"Set {wrong} to an address of this machine and a port above 1023.")
+        wrong, message = str(exc).partition(" = ")[0], str(exc).rpartition("; ")[0]
+        fix = f"Set {wrong} to an address of this machine and a port above 1023."
+        yield problem("port.address", f"{message}.", fix)
     else:
         yield ok(f"{key}: {host}:{port} can be listened on.")

@@ -1492,7 +1492,10 @@ class TestPorts:
         setting("serving.host", "192.0.2.1")
         for token in ("read", "admin"):
             setting(f"serving.tokens.{token}", "secret")
-        assert only(diagnose("ports"), "port.address").fix.startswith("Set serving.host")
+        finding = only(diagnose("ports"), "port.address")
+        assert finding.message.startswith('serving.host = "192.0.2.1" cannot be bound: ')
+        assert ";" not in finding.message
+        assert finding.fix.startswith("Set serving.host")
 
     def test_both_on_one_port(self, diagnose, setting, free_port):
         port = free_port()

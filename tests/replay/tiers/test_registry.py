@@ -231,7 +231,7 @@ def test_a_primary_tier_without_a_reference_is_refused(build, monkeypatch):
         return tier
 
     monkeypatch.setattr(ShelfFactory, "open_primary", open_primary)
-    with pytest.raises(SettingsError, match=r"replay\.tiers\.shelf: its primary tier has no file"):
+    with pytest.raises(SettingsError, match=r"replay\.tiers\.shelf: its primary tier has no file, .* a TierRef"):
         build(ON_SHELF)
 
 
