@@ -6,6 +6,7 @@ import re
 import textwrap
 from itertools import pairwise
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +26,22 @@ def written(pattern: str, how: str) -> AfterValidator:
         return value
 
     return AfterValidator(match)
+
+
+def http_address(what: str, example: str, credentials: str) -> AfterValidator:
+    """Return a validator of an HTTP server's address without credentials, which the keys `credentials` have instead."""
+
+    def check(value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f'write {what}, such as "{example}"')
+        if "@" in parts.netloc:
+            raise ValueError(f"contains credentials; write them as {credentials}")
+        if parts.query or parts.fragment:
+            raise ValueError('ends with the path: remove "?" or "#" and what follows')
+        return value.rstrip("/")
+
+    return AfterValidator(check)
 
 
 _UUID = r"(GPU|MIG)-[0-9A-Fa-f][0-9A-Fa-f-]*"

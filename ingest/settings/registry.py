@@ -3,30 +3,18 @@
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Self
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from anabranch.core.durations import PositiveDuration
-from anabranch.core.settings import BearerToken, Section
-
-
-def _url(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError('write the registry\'s address, such as "https://registry:8081"')
-    if "@" in parts.netloc:
-        raise ValueError("contains credentials; write them as user and password")
-    if parts.query or parts.fragment:
-        raise ValueError('ends with the path: remove "?" or "#" and what follows')
-    return value.rstrip("/")
+from anabranch.core.settings import BearerToken, Section, http_address
 
 
 class RegistrySettings(Section):
     """Where the schemas of `avro`, `protobuf` and `json-schema` messages are: Confluent's API, which Karapace, Redpanda
     and Apicurio have too."""
 
-    url: Annotated[str, AfterValidator(_url)]
+    url: Annotated[str, http_address("the registry's address", "https://registry:8081", "user and password")]
     """Address of the registry, without credentials, such as `https://registry:8081`."""
     subject: Annotated[str, Field(min_length=1)] | None = None
     """Subject of the messages; by default the first topic's name with `-value` after it."""

@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
 from anabranch.core.durations import PositiveDuration
-from anabranch.core.settings import BearerToken, Section, written
+from anabranch.core.settings import BearerToken, Section, http_address, written
 from anabranch.core.users_code import IMPORT_STRING
 
 
@@ -44,17 +43,6 @@ _OF_URL = ("model", "output", "logits", "token", "ca", "timeout", "request_rows"
 """The keys that only an endpoint has."""
 
 
-def _url(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError('write the address of the server, such as "https://models:8000"')
-    if "@" in parts.netloc:
-        raise ValueError("contains credentials; write them as token")
-    if parts.query or parts.fragment:
-        raise ValueError('ends with the path: remove "?" or "#" and what follows')
-    return value.rstrip("/")
-
-
 class TeacherVersion(Section):
     """A version that a learner has published."""
 
@@ -81,7 +69,7 @@ class TeacherSettings(Section):
     """Keyword arguments of `factory`."""
     version: TeacherVersion | None = None
     """A published version as the teacher."""
-    url: Annotated[str, AfterValidator(_url)] | None = None
+    url: Annotated[str, http_address("the address of the server", "https://models:8000", "token")] | None = None
     """Address of a server with the Open Inference Protocol v2 over HTTP, without credentials."""
     model: (
         Annotated[str, written(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", 'the name of a model, such as "teacher"')] | None
