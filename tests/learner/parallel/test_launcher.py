@@ -25,9 +25,8 @@ from tests.support.waiting import PATIENCE_SECONDS, slowness
 
 pytestmark = pytest.mark.any_broker
 
-CONFIG = """
+OF_A_RANK = """
 batch_size = 8
-replicas = 2
 device = "cpu"
 stop_timeout = "20s"
 optimizer = {name = "sgd", lr = 0.5}
@@ -38,8 +37,7 @@ every = "200ms"
 [gate]
 holdout_fraction = 0.1
 """
-
-
+CONFIG = f"replicas = 2{OF_A_RANK}"
 TENSOR = {"ANABRANCH__LEARNER__MESH": "{tensor = 2}", "ANABRANCH__MODEL__PARALLEL": '{"0" = "column", "2" = "row"}'}
 LAYERS = """
 from torch import nn

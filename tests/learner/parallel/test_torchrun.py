@@ -33,7 +33,7 @@ from anabranch.learner.status.report import read_report
 from anabranch.runtime.embedded_broker import EmbeddedBroker
 from anabranch.runtime.lifecycle import stop_on_signals
 from tests import forkserver
-from tests.learner.parallel.test_launcher import LAYERS, TENSOR
+from tests.learner.parallel.test_launcher import LAYERS, OF_A_RANK, TENSOR
 from tests.pipelines import adds_up, events, total
 from tests.support import namespaces
 from tests.support.facts import facts_of
@@ -41,18 +41,6 @@ from tests.support.namespaces import network_of_hosts
 from tests.support.ports import first_free_port
 from tests.support.waiting import PATIENCE_SECONDS, slowness, wait_until
 
-CONFIG = """
-batch_size = 8
-device = "cpu"
-stop_timeout = "20s"
-optimizer = {name = "sgd", lr = 0.5}
-[versions]
-publish_every = "100ms"
-[checkpoints]
-every = "200ms"
-[gate]
-holdout_fraction = 0.1
-"""
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "several-hosts.md"
 PROGRAM = Path(__file__).parent / "heartbeat_program.py"
 
@@ -170,7 +158,7 @@ def test_a_host_may_be_cut_off_or_killed_and_come_back_and_every_event_is_learne
             broker = stack.enter_context(EmbeddedBroker()).bootstrap
             create_topic(broker, "events", 2)
             create_topic(broker, "events.dead")
-        config = write_pipeline(broker, "events", rest=CONFIG)
+        config = write_pipeline(broker, "events", rest=OF_A_RANK)
         hosts = [Host(tmp_path / f"host{n}", config, functools.partial(network.inside, n)) for n in range(2)]
         for host in hosts:
             stack.callback(host.close)
@@ -237,7 +225,7 @@ def test_a_tensor_group_of_torchrun_stops_in_order_and_one_process_goes_on_from_
     kafka, make_topic, produce, write_pipeline, start, tmp_path
 ):
     topic = make_topic()
-    host = Host(tmp_path / "host", write_pipeline(kafka.bootstrap, topic, rest=CONFIG, model=LAYERS))
+    host = Host(tmp_path / "host", write_pipeline(kafka.bootstrap, topic, rest=OF_A_RANK, model=LAYERS))
     produce(kafka.bootstrap, topic, events(200))
     options = {"--nnodes": 1, "--node-rank": 0, "--master-addr": "127.0.0.1", "--master-port": first_free_port()}
     with contextlib.closing(host):
@@ -276,38 +264,39 @@ def test_no_run_of_ci_as_root_lacks_the_test_of_hosts_that_are_cut_off(monkeypat
     assert name in test_a_host_may_be_cut_off_or_killed_and_come_back_and_every_event_is_learned_once.__name__
 
 
+@pytest.fixture
+def refused_hosts(write_pipeline, tmp_path):
+    """Starts a host with each environment; torchrun ends with 1 on all."""
+
+    def refused(*environments):
+        config = write_pipeline("127.0.0.1:1", "never", rest=OF_A_RANK)
+        port = first_free_port()
+        hosts = [Host(tmp_path / f"host{number}", config) for number in range(len(environments))]
+        with contextlib.ExitStack() as stack:
+            for number, (host, environment) in enumerate(zip(hosts, environments, strict=True)):
+                stack.callback(host.close)
+                options = {"--node-rank": number, "--master-addr": "127.0.0.1", "--master-port": port}
+                host.start(options, ranks=1, GLOO_SOCKET_IFNAME="lo", **environment)
+            assert [host.ended(PATIENCE_SECONDS) for host in hosts] == [1] * len(hosts)
+        return hosts
+
+    return refused
+
+
 @pytest.mark.slow
 @pytest.mark.process
-def test_hosts_with_other_settings_are_refused_on_all_hosts(write_pipeline, tmp_path):
-    """Torchrun ends with 1, and shows the exit code of the rank."""
-    config = write_pipeline("127.0.0.1:1", "never", rest=CONFIG)
-    port = first_free_port()
-    hosts = [Host(tmp_path / f"host{number}", config) for number in range(2)]
-    with contextlib.ExitStack() as stack:
-        for number, host in enumerate(hosts):
-            stack.callback(host.close)
-            options = {"--node-rank": number, "--master-addr": "127.0.0.1", "--master-port": port}
-            changes = {"ANABRANCH__LEARNER__BATCH_SIZE": str(8 + number), "ANABRANCH__SEED": str(number)}
-            host.start(options, ranks=1, GLOO_SOCKET_IFNAME="lo", **changes)
-        assert [host.ended(PATIENCE_SECONDS) for host in hosts] == [1, 1]
-    for host in hosts:
+def test_hosts_with_other_settings_are_refused_on_all_hosts(refused_hosts):
+    """Torchrun shows the exit code of the rank."""
+    changes = [{"ANABRANCH__LEARNER__BATCH_SIZE": str(8 + number), "ANABRANCH__SEED": str(number)} for number in (0, 1)]
+    for host in refused_hosts(*changes):
         assert "anabranch: [learner], seed of rank 1 differ from those of rank 0; install the same" in host.log
         assert "(exitcode: 2)" in host.log
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_host_that_refuses_to_start_ends_the_other_at_once(write_pipeline, tmp_path):
-    config = write_pipeline("127.0.0.1:1", "never", rest=CONFIG)
-    port = first_free_port()
-    hosts = [Host(tmp_path / f"host{number}", config) for number in range(2)]
-    with contextlib.ExitStack() as stack:
-        for number, host in enumerate(hosts):
-            stack.callback(host.close)
-            options = {"--node-rank": number, "--master-addr": "127.0.0.1", "--master-port": port}
-            deterministic = {"ANABRANCH__LEARNER__DETERMINISTIC": "true"} if number else {}
-            host.start(options, ranks=1, GLOO_SOCKET_IFNAME="lo", **deterministic)
-        assert [host.ended(PATIENCE_SECONDS) for host in hosts] == [1, 1]
+def test_a_host_that_refuses_to_start_ends_the_other_at_once(refused_hosts):
+    hosts = refused_hosts({}, {"ANABRANCH__LEARNER__DETERMINISTIC": "true"})
     refusal = (
         "torchrun starts 2 ranks, which count as learner.replicas: learner.replicas = 2 does not go with learner.d"
     )
@@ -318,7 +307,7 @@ def test_a_host_that_refuses_to_start_ends_the_other_at_once(write_pipeline, tmp
 @pytest.mark.process
 def test_a_rank_whose_store_is_gone_ends_with_one_sentence(write_pipeline):
     """As when torchrun of the first host was killed while this rank imported torch."""
-    config = write_pipeline("127.0.0.1:1", "never", rest=CONFIG)
+    config = write_pipeline("127.0.0.1:1", "never", rest=OF_A_RANK)
     variables = {**ENVIRONMENT, "MASTER_PORT": str(first_free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     variables |= {"TORCHELASTIC_RUN_ID": "none"}
     done = forkserver.run(["-c", IMPATIENT, str(config)], env={**os.environ, **variables})

@@ -70,6 +70,12 @@ def label(run, begin, end):
     run.join.add_labels(labels(range(begin, end), [1] * count, [1000] * count))
 
 
+def assert_the_second_links_segments_of(run, part):
+    first, second = (set(run.checkpoints.manifest(number).files) for number in (1, 2))
+    assert f"rank-0/segment-{part}-1.safetensors" in first & second
+    assert f"rank-0/segment-{part}-2.safetensors" in second
+
+
 def test_checkpoints_have_the_waiting_events_and_link_their_segments(make_run):
     run = make_run()
     add(run, 1, 101)
@@ -77,9 +83,7 @@ def test_checkpoints_have_the_waiting_events_and_link_their_segments(make_run):
     add(run, 101, 104)
     label(run, 1, 3)
     run.save()
-    first, second = (set(run.checkpoints.manifest(number).files) for number in (1, 2))
-    assert "rank-0/segment-labels-1.safetensors" in first & second
-    assert "rank-0/segment-labels-2.safetensors" in second
+    assert_the_second_links_segments_of(run, "labels")
     run.restart()
     assert [row[0] for row in drain(run.join)] == [1, 2]
     label(run, 50, 104)
@@ -93,9 +97,7 @@ def test_kept_labels_are_written_once_and_match_after_restarts(make_run):
     label(run, 1001, 1004)
     add(run, 1, 3)
     run.save()
-    first, second = (set(run.checkpoints.manifest(number).files) for number in (1, 2))
-    assert "rank-0/segment-kept-1.safetensors" in first & second
-    assert "rank-0/segment-kept-2.safetensors" in second
+    assert_the_second_links_segments_of(run, "kept")
     assert (run.checkpoints.path / "2" / "rank-0" / "labels.safetensors").stat().st_size < 4 * 1004
     run.restart()
     assert [row[0] for row in drain(run.join)] == [1, 2]

@@ -25,6 +25,7 @@ from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.strategies.teacher_loss import TeacherLoss
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
+from tests.learner.extensions.search.test_trainer import pool_of, same, search_of
 from tests.learner.learner_bench import CPU, small_model
 
 WIDTH, DEPTH = "model.args.width", "model.args.depth"
@@ -92,22 +93,8 @@ def train_until(trainer, done, most=2500):
     raise AssertionError(pool_of(trainer).state())
 
 
-def search_of(trainer):
-    (search,) = trainer.wrappers
-    assert isinstance(search, ChallengerSearch)
-    return search
-
-
-def pool_of(trainer):
-    return search_of(trainer)._pool
-
-
 def networks_of(trainer):
     return search_of(trainer)._trainers
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow

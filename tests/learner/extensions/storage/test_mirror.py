@@ -149,17 +149,23 @@ def test_an_upload_that_has_begun_is_finished_although_its_checkpoint_is_deleted
     assert damaged(bench.bucket) == []
 
 
-def test_versions_do_not_wait_for_a_checkpoint(running):
-    may_go_on, is_uploaded = threading.Event(), threading.Event()
+def hold_uploads(bucket):
+    """Let uploads of files wait; return an event that is set once one is begun, and one that lets them go on."""
+    is_begun, may_go_on = threading.Event(), threading.Event()
 
     def wait(path):
         if path.startswith("files/"):
-            is_uploaded.set()
+            is_begun.set()
             assert may_go_on.wait(PATIENCE_SECONDS)
 
-    running.bucket.before_write = wait
+    bucket.before_write = wait
+    return is_begun, may_go_on
+
+
+def test_versions_do_not_wait_for_a_checkpoint(running):
+    is_begun, may_go_on = hold_uploads(running.bucket)
     running.checkpoint(1)
-    assert is_uploaded.wait(PATIENCE_SECONDS)
+    assert is_begun.wait(PATIENCE_SECONDS)
     running.version(1)
     assert running.mirror.threads[0].finish(Deadline(PATIENCE))
     assert running.lease.head.versions == {1: 1}
@@ -301,14 +307,7 @@ def test_the_end_tries_again_after_short_pauses_until_its_deadline(bench, monkey
 
 
 def test_an_upload_that_outlives_the_lease_changes_nothing(bench, caplog):
-    may_go_on, is_begun = threading.Event(), threading.Event()
-
-    def wait(path):
-        if path.startswith("files/"):
-            is_begun.set()
-            assert may_go_on.wait(PATIENCE_SECONDS)
-
-    bench.bucket.before_write = wait
+    is_begun, may_go_on = hold_uploads(bench.bucket)
     bench.checkpoint(1)
     with bench.lease, running_threads(bench.mirror):
         assert is_begun.wait(PATIENCE_SECONDS)
