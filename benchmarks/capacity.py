@@ -103,8 +103,6 @@ takes a core meanwhile. Where events are large, the learner is measured for less
 _SMOKE_BYTES = 2e7
 _MESSAGES = 1_000
 _QUARTER = 1.25
-_POLL_SECONDS = 0.1
-_PATIENCE = 300.0
 KINDS = ("memory", "disk", "freshness", "saturation")
 
 

@@ -2,7 +2,6 @@
 
 import json
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 
 import pytest
 
@@ -10,7 +9,6 @@ from tools import draw_benchmarks
 from tools.draw_benchmarks import main, newest, plot, written
 
 SVG = "{http://www.w3.org/2000/svg}"
-Save = Callable[..., None]
 
 
 def figure(key, value, **others):

@@ -57,15 +57,6 @@ def pixels_mlp(widths: Sequence[int]) -> nn.Module:
     return nn.Sequential(Fractions(), mlp(widths))
 
 
-def restored_mlp(widths: Sequence[int], path: str) -> nn.Module:
-    """`pixels_mlp` with the weights of a file of safetensors."""
-    from safetensors.torch import load_file
-
-    model = pixels_mlp(widths)
-    model.load_state_dict(load_file(path))
-    return model
-
-
 class Fractions(nn.Module):
     """Pixels as fractions of 255."""
 

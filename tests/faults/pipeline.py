@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import re
 import signal
 import threading
@@ -244,10 +243,3 @@ def _limited(command: tuple[str, ...], descriptors: int | None) -> tuple[str, ..
     if descriptors is None:
         return command
     return ("sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command)
-
-
-def moments(seed: int, most: float) -> Iterator[float]:
-    """Yield random waits, in seconds."""
-    dice = random.Random(seed)
-    while True:
-        yield dice.uniform(0.0, most)

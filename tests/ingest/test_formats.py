@@ -24,8 +24,6 @@ from anabranch.testing.checks import NotPromisedError, name_of
 from anabranch.testing.formats import CHECKS, a_message_may_have_several_events
 from tests.support.formats import FORMATS
 
-MakeSchema = Callable[..., Schema]
-
 
 def pack_json(schema, event):
     return json.dumps({name: value for name, value in event.items() if value is not None}).encode()

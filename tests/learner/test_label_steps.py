@@ -1,15 +1,13 @@
 """What the loop does for late labels in each step, without a join."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from anabranch.ingest.kafka.fake import fake_columns
-from tests.learner.learner_bench import ROWS, LearnerBench
+from tests.learner.learner_bench import ROWS
 
 BLOCKS = 6
-MakeBench = Callable[..., LearnerBench]
 
 
 def run(bench, monkeypatch, begin):

@@ -22,8 +22,6 @@ from tests.learner.learner_bench import CPU, ROWS, LearnerBench
 from tests.support.facts import facts_of
 from tests.support.strategies import small_strategy
 
-WITHOUT_VOCABULARY = {"ewc", "slda", "ncm", "experts", "progressive"}
-
 
 def _schema():
     encode = {"learn": 8, "min_count": 2, "expire": "2s"}

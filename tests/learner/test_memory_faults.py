@@ -4,7 +4,6 @@ Where it cannot continue, its process ends with exit code 1, and the next one go
 """
 
 import functools
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +27,6 @@ from tests.learner.learner_bench import ROWS, LearnerBench, small_model
 BLOCKS = 4
 OOM = "CUDA out of memory. Tried to allocate 2.00 MiB"
 TRAINED = [offset for offset in range(BLOCKS * ROWS) if offset % ROWS != 5]
-MakeBench = Callable[..., LearnerBench]
 
 
 class OneFault(TorchDispatchMode):

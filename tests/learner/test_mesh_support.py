@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,6 @@ from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.registry import STRATEGIES
 from tools.mesh_support import COLUMNS, PAIRS, ROWS, lines, refusal, settings
 
-Play = Any
 CELLS = [
     pytest.param(row, column, id=f"{row.name} {column.name}")
     for row in ROWS

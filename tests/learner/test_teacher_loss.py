@@ -1,6 +1,5 @@
 """The teacher's part of a step's loss, for each strategy, against its formula."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,6 @@ from anabranch.learner.train.trainer import Trainer
 CPU = torch.device("cpu")
 WEIGHT, TEMPERATURE = 0.3, 2.0
 LEARNED = sorted(set(STRATEGIES) - {"slda", "ncm", "experts", "progressive"})
-Make = Callable[[], nn.Module]
 
 
 def examples(n, seed):

@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.build import build_training_setup
-from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from tests.learner.learner_spec import learner_spec
 
@@ -38,7 +36,6 @@ class Own(nn.Module):
 def build():
     return Own()
 """
-Build = Callable[..., TrainingSetup]
 
 
 def own(forward, init="pass"):

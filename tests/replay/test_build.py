@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ REDIS: dict[str, Any] = {"redis": {"bytes": "1MB"}}
 LARGER_REDIS: dict[str, Any] = {"redis": {"bytes": "2MB"}}
 SMALLER_REDIS: dict[str, Any] = {"redis": {"bytes": "450kB"}}
 BOTH: dict[str, Any] = {"redis": {"bytes": "50kB"}, "disk": {"bytes": "200kB"}, "device_bytes": "1kB"}
-Build = Callable[..., Store]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What every admission policy and every sampler promises, and what is special to some: also those of docs/extend/."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.replay.policies import ADMISSIONS, SAMPLERS
 from anabranch.replay.settings import ADMISSION, SAMPLING, ReplaySettings, admission_compares, sampling_compares
-from anabranch.replay.store import Store
 from anabranch.testing.checks import name_of
 from anabranch.testing.policies import (
     ADMISSION_CHECKS,
@@ -30,7 +28,6 @@ FLOORS = {
     "floor": {"class_floor": 0.5},
     "recent floor": {"admission": "recent", "class_floor": 0.5},
 }
-Open = Callable[..., Store]
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import ssl
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +15,6 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.services
 PREFIX = "anabranch:test:rank-0:"
-Certificate = Callable[..., tuple[Path, Path]]
-Front = Callable[..., int]
 
 
 @pytest.fixture

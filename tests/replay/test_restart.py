@@ -2,7 +2,6 @@
 one keeps."""
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ ADMISSIONS: dict[str, dict[str, Any]] = {
 }
 SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
 CAPACITY, SAMPLED = 200, 24
-Build = Callable[..., Store]
 
 
 def block(schema, step, rows):

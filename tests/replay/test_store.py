@@ -3,7 +3,6 @@
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -24,13 +23,11 @@ from anabranch.replay.reservoir.admission import exponentials
 from anabranch.replay.reservoir.reservoir import MAX_PENDING, MAX_PENDING_BYTES
 from anabranch.replay.sample_plan import AHEAD, BLOCK
 from anabranch.replay.settings import ReplaySettings
-from anabranch.replay.store import Store
 from anabranch.replay.tiers import registry as kinds
 from anabranch.replay.tiers.redis_tier import RedisTier
 from anabranch.testing.stores import FakeCheckpoints, add_now, plan_ahead, plan_of, sample_of
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
-MakeStore = Callable[..., Store]
 
 
 def held(store):

@@ -7,7 +7,6 @@ In random order, over every arrangement of tiers and from each to each, under ev
 import contextlib
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +34,6 @@ from anabranch.replay.sample_plan import AHEAD
 from anabranch.replay.sampling.base import BY_POSITION
 from anabranch.replay.settings import ReplaySettings
 from anabranch.replay.snapshot import StoreSnapshot
-from anabranch.replay.store import Store
 from anabranch.replay.tiers.disk_files import make_way
 from anabranch.testing.stores import FakeCheckpoints, plan_ahead, sample_of
 
@@ -63,7 +61,6 @@ SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
 HALF_LIFE = 600
 Event = tuple[int, int, int]
 """Partition, offset and row."""
-Open = Callable[..., Store]
 
 
 def columns_of(schema, events):

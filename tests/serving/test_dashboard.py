@@ -6,7 +6,6 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +33,6 @@ from anabranch.serving.dashboard.status import SERIES
 from anabranch.serving.fleet import overview
 from anabranch.serving.rollout.commands import COMMANDS
 from anabranch.serving.settings import ServingSettings
-
-Served = Callable[..., Any]
 
 TOKENS = {"read": "lesen", "admin": "verwalten"}
 

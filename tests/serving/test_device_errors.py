@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import importlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -36,8 +35,6 @@ from anabranch.serving.rollout.commands import pin
 from anabranch.serving.rollout.hot_swap import VersionSwapper
 from anabranch.serving.settings import ServingSettings
 
-Served = Callable[..., Any]
-Body = Callable[..., dict[str, Any]]
 MODULE = "anabranch_serving_test_models"
 LOST = torch.AcceleratorError("CUDA error: device-side assert triggered")
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")

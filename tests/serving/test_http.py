@@ -8,7 +8,6 @@ import ssl
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,9 +32,6 @@ from anabranch.serving.model.loaded_version import ServedVersion
 from anabranch.serving.server import serve
 from anabranch.serving.settings import ServingSettings
 from tests.support.waiting import PATIENCE_SECONDS
-
-Served = Callable[..., Any]
-Body = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import httpx
 import numpy as np
@@ -18,7 +16,6 @@ from anabranch.serving.model.loaded_version import load_version
 from anabranch.serving.protocol.codec import EMBEDDING
 from anabranch.serving.settings import ServingSettings
 
-Served = Callable[..., Any]
 SIZES = [[1.0, 2.0], [-3.0, 0.5], [0.0, 1.0]]
 WEIGHTS = {
     "words.weight": torch.ones(8, 3),

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Protocol
 
 import pytest
 
@@ -81,12 +80,6 @@ def skip_or_fail(reason):
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         pytest.fail(reason)
     pytest.skip(reason)
-
-
-class PipelineWriter(Protocol):
-    """Writes a pipeline into `tmp_path` and returns the path of its config; see `pipelines.write_pipeline`."""
-
-    def __call__(self, bootstrap, topic, rest, model=..., *, stream=..., width=...): ...
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
@@ -13,12 +13,6 @@ from kafka.admin import NewTopic
 from kafka.errors import KafkaError
 
 from tests.support.waiting import Patience
-
-
-class TopicCreator(Protocol):
-    """Creates a topic on a broker."""
-
-    def __call__(self, bootstrap, topic, partitions=1): ...
 
 
 class TopicFactory:

@@ -4,7 +4,6 @@ import base64
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.ingest.formats import protobuf
-from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded
+from anabranch.ingest.formats.base import WHOLE_MESSAGE
 from anabranch.ingest.formats.protobuf_schema.columns import ProtobufColumns
 from anabranch.ingest.formats.protobuf_schema.records import ProtobufRecords
 from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
 from tests.ingest.conftest import make_schema
 from tests.support.protobuf import message_class, serialized
-
-Decode = Callable[..., Decoded]
 
 EVENT = """
 syntax = "proto3";

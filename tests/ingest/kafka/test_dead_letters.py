@@ -1,13 +1,11 @@
 """What each client makes of letters that a broker refuses for their own sake, and of a broker that is away."""
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 from confluent_kafka import KafkaError
 from kafka import errors
 
-from anabranch.ingest.kafka.client import Client
 from anabranch.ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
 from anabranch.ingest.kafka.dead_letters import DeadLetter, sanitize, shrink
 from anabranch.ingest.kafka.kafka_python.client import KafkaPythonClient
@@ -76,7 +74,6 @@ def confluent(broker, monkeypatch):
     return CLIENTS["confluent"](StreamSettings(topics=("events",), client="confluent").resolved("test"))
 
 
-Make = Callable[[Broker, pytest.MonkeyPatch], Client]
 both = pytest.mark.parametrize("make", [kafka_python, confluent])
 
 

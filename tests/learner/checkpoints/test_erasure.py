@@ -78,10 +78,6 @@ def settings(config):
     return load_config(config, {})
 
 
-def keys_of(config):
-    return {event["key_hash"] for event in read_sample(settings(config), 10_000, [], None)}
-
-
 @pytest.mark.any_broker
 def test_events_erased_by_a_running_learner_are_in_no_file_and_are_not_restored(kafka, produce, pipeline, start):
     config, topic = pipeline

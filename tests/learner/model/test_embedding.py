@@ -1,6 +1,5 @@
 """Embeddings of events, and the results of a step for the store."""
 
-from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -18,7 +17,6 @@ from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-MakeModel = Callable[[], nn.Module]
 
 
 def make_trainer(schema, model, embedding):

@@ -37,8 +37,6 @@ NOISY = {"steps": UNEVEN, "times": 2, "noisy": True, "double": False}
 GROWING = "experts", "progressive"
 """Strategies that add to the model while they train."""
 
-Play = Any
-
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 5))
 def test_every_event_is_scattered_once_in_order_and_ranks_have_nearly_as_many(counts, ranks):

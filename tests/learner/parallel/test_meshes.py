@@ -22,8 +22,6 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 ADAMW = {"optimizer": {"name": "adamw", "lr": 0.01}, "max_grad_norm": 0.5}
 
-Play = Any
-
 
 def scenario(**changes):
     # Embeddings do not go with split models.

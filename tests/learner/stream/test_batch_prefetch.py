@@ -1,7 +1,6 @@
 """The next batch is taken and copied while the device computes a step, and nothing else changes."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from tests.learner.learner_bench import ROWS, LearnerBench, small_model
 from tests.support.cuda_recorder import CudaRecorder
 
 BLOCKS, BATCH = 6, 10
-MakeBench = Callable[..., LearnerBench]
 
 
 def run(schema, path, *tasks):

@@ -1,7 +1,6 @@
 """A step against a plain PyTorch loop, bit for bit, and what happens when numbers are not finite."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from tests import forkserver
 from tests.support.strategies import small_strategy
 
 CPU = torch.device("cpu")
-MakeModel = Callable[[], nn.Module]
 
 
 def make_trainer(schema, model, strategy="er", **settings):

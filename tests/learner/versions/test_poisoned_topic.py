@@ -3,12 +3,11 @@
 The learner is a linear model that steps on all events that are not held out, with the gate that judges its versions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anabranch.core.stream_secret import StreamSecret
@@ -31,8 +30,6 @@ INPUTS = 8
 SECRET, GUESS = StreamSecret(bytes(range(32))), StreamSecret.fixed(0)
 GATE = GateSettings(holdout_fraction=0.05, holdout_rows=4000)
 PARTITIONS = [TopicPartition("events", 0)]
-
-Labels = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 
 class Pipeline:

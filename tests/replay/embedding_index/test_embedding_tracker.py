@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from tests.support.waiting import wait_until
 PARTITIONS = [TopicPartition("events", 0)]
 DIM = 4
 CENTRES = 10 * np.eye(DIM, dtype=np.float32)
-Build = Callable[..., Store]
 
 pytestmark = pytest.mark.process
 
@@ -66,10 +64,6 @@ def seek(store, step, near):
     """Look for what is near to events of such offsets, and wait for the answer."""
     store.embeddings.query(step, embed(near))
     wait_until(lambda: (store.embeddings.poll(), step in store.embeddings._answers)[1])
-
-
-def kept_by_centre(store):
-    return np.bincount(np.minimum(store.event_table.copy()["offset"] % 16, DIM) % DIM, minlength=DIM)
 
 
 @pytest.mark.parametrize("policy", ["similar", "diverse"])

@@ -7,7 +7,6 @@ import os
 import stat
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +26,6 @@ from anabranch.replay.erasure.erased_events import ByKey, ByRange, ErasedEvents,
 from anabranch.replay.erasure.erasure_log import Applied, ErasureLog, decode, encode
 from anabranch.replay.reservoir.event_table import FREE
 from anabranch.replay.settings import ReplaySettings
-from anabranch.replay.store import Store
 from anabranch.replay.tiers.disk import DiskTier
 from anabranch.replay.tiers.memory import MemoryTier
 from anabranch.replay.tiers.redis_tier import RedisTier
@@ -37,7 +35,6 @@ from anabranch.testing.stores import FakeCheckpoints, add_now, plan_ahead, plan_
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("events", 0, 1)]
 NAMES = [partition_name(name) for name in PARTITIONS]
 BASES = np.array([partition_base(name) for name in PARTITIONS], np.uint64)
-MakeStore = Callable[..., Store]
 
 positions = st.tuples(st.integers(0, 2), st.integers(-1, 40), st.integers(1, 5))
 ends_of_some = st.lists(st.integers(0, 45), max_size=3).map(lambda ends: dict(zip(NAMES, ends, strict=False)))

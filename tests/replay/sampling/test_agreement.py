@@ -1,7 +1,5 @@
 """Policies that compare events with recent ones: wrong labels are sampled seldom, repetitions are held once."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +20,6 @@ from anabranch.testing.stores import FakeCheckpoints, add_now, plan_of, sample_o
 PARTITIONS = [TopicPartition("events", 0)]
 DIM = 8
 CENTRES = 10 * np.eye(4, DIM, dtype=np.float32)
-Build = Callable[..., Store]
 
 
 def embed(numbers, spread=0.5):

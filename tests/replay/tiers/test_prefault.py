@@ -4,7 +4,6 @@ import mmap
 import resource
 import sys
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from anabranch.replay.tiers.memory import MemoryTier, Pages
 
 SIZE = 24_000_000
-Started = Callable[[], list[threading.Thread]]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux makes pages ahead")
 
 

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable
 
 import pytest
 import redis
@@ -25,7 +24,6 @@ from tests.support.waiting import wait_until
 PARTITIONS = [TopicPartition("events", 0)]
 CAPACITY = 2000
 ROW_BYTES = 40
-Build = Callable[..., Store]
 
 
 @pytest.fixture

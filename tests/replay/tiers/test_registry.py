@@ -1,7 +1,6 @@
 """Tiers of the user, such as the one that docs/extend/tier.md shows, another order of ours, and tiers that are gone."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ HOST: dict[str, Any] = {"tiers": {"host": "10kB"}, "disk": {"bytes": "200kB"}, "
 MEMORY: dict[str, Any] = {}
 SHELF: dict[str, Any] = {"factory": "tests.support.shelf:ShelfFactory", "bytes": "200kB"}
 ON_SHELF: dict[str, Any] = {"tiers": {"shelf": SHELF}, "device_bytes": "1kB"}
-Build = Callable[..., Store]
 
 
 @pytest.fixture

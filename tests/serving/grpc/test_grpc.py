@@ -6,7 +6,6 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -36,7 +35,6 @@ with warnings.catch_warnings():
     import tritonclient.grpc as triton
     from tritonclient.grpc import service_pb2
 
-Calls = Callable[..., Any]
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """The first bytes of a connection of HTTP/2."""
 X = np.array([[1.0, 2.0, 3.0, 4.0]] * 3, np.float32)

@@ -2,8 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
@@ -12,8 +10,6 @@ from anabranch.serving.http import access_log as request_log
 from anabranch.serving.http.access_log import RequestLog, name_of
 from anabranch.serving.inference.service import Service
 
-Served = Callable[..., Any]
-Body = Callable[..., dict[str, Any]]
 LATE = {"min_trained_through": "events:0=11", "timeout_ms": 0}
 
 

@@ -7,10 +7,9 @@ import http.client
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,6 @@ from anabranch.serving.http.server import HttpServer
 from anabranch.serving.settings import ServingSettings
 from tests.support.waiting import PATIENCE_SECONDS
 
-App = Callable[[Any, Any, Any], Awaitable[None]]
 Serve = Callable[..., AbstractContextManager[int]]
 
 SOON = timedelta(milliseconds=200)

@@ -15,10 +15,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,8 +44,6 @@ from anabranch.serving.rollout.commands import pin, promote, reject, roll_back, 
 from anabranch.serving.rollout.hot_swap import VersionSwapper
 from tests.support.cuda_recorder import CudaRecorder
 from tests.support.waiting import PATIENCE_SECONDS
-
-Publish = Callable[..., Any]
 
 
 def state_of(publisher):

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from anabranch.runtime.lifecycle import Exit
 from tests.learner.extensions.rebuild.audited import events
 
 pytestmark = [pytest.mark.any_broker, pytest.mark.process, pytest.mark.timeout(300)]
-
-Produce = Callable[..., list[int]]
 
 
 def files_in(folder):

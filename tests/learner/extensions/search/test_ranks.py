@@ -1,16 +1,12 @@
 """A search on several ranks: each has the same model and challengers, and they are those of one rank."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from anabranch.learner.settings.search import LR
-
-Play = Callable[..., list[dict[str, Tensor]]]
 
 SCENARIO: dict[str, Any] = {
     "steps": [[16, 8], [9, 0], [1, 3]],

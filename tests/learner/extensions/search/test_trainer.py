@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -25,8 +24,6 @@ from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from tests.learner.learner_bench import CPU, small_model
 from tests.support.facts import facts_of
-
-Make = Callable[..., Trainer]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """A whole learner with a teacher: each event has one outcome, whatever the teacher does, also after a restart."""
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -9,10 +8,9 @@ import torch
 
 from anabranch.learner.errors import TeacherError
 from anabranch.learner.strategies.registry import STRATEGIES
-from tests.learner.learner_bench import ROWS, LearnerBench
+from tests.learner.learner_bench import ROWS
 from tests.support.waiting import wait_until
 
-MakeBench = Callable[..., LearnerBench]
 BLOCKS = 8
 UNLABELLED = {0, 3, 6}
 PER_BLOCK = ROWS - 1

@@ -1,13 +1,10 @@
 """Meshes of two dimensions learn what one rank learns from the same events."""
 
-from typing import Any
-
 import pytest
 
 from tests.learner.parallel.split.test_experts import scenario as divided
 from tests.learner.parallel.split.test_pipeline import UNEVEN, check_same
 
-Play = Any
 ADAMW = {"name": "adamw", "lr": 0.01}
 
 

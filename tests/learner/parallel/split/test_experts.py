@@ -1,12 +1,9 @@
 """Experts that are divided over ranks learn what one rank with all of them learns."""
 
-from typing import Any
-
 import torch
 
 from tests.learner.parallel.split.test_pipeline import STRATEGIES, check_same
 
-Play = Any
 EVEN = [[12, 8], [4, 2], [2, 2], [2, 0], [6, 4], [8, 0]]
 """New and old events of steps. Balancing counts the placeholder that a rank without an event gets, and each pass."""
 MESH = {"mesh": {"expert": 2}, "replicas": 2}

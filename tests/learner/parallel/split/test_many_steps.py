@@ -1,12 +1,10 @@
 """Many steps of stages, and of divided experts, end where one rank does."""
 
 import os
-from typing import Any
 
 import pytest
 import torch
 
-Play = Any
 PARALLEL = {"0": "column", "2": "row", "[46]": "expert"}
 LONG = "ANABRANCH_TEST_STEPS"
 EVEN = [[16, 8], [8, 4], [4, 4], [8, 0], [12, 8]]

@@ -1,10 +1,7 @@
 """Pipelines: the ranks of one learn what one rank learns from the same events."""
 
-from typing import Any
-
 import torch
 
-Play = Any
 UNEVEN = [[11, 9], [1, 0], [1, 1], [2, 0], [1, 5], [3, 1], [7, 0]]
 STRATEGIES = {"none": 1, "er": 1, "er-ace": 1, "der": 1, "der++": 2}
 """Strategies that run the model once a micro-batch, and how many samples they take."""
