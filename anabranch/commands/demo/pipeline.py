@@ -21,7 +21,7 @@ _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREAD
 """The demo's models are so small that more threads only get into each other's way."""
 
 _DECIDING = {
-    "VERSIONS__PUBLISH_EVERY": "2s",
+    "VERSIONS__PUBLISH_EVERY": "1s",
     "GATE__HOLDOUT_FRACTION": 0.2,
     "GATE__HOLDOUT_ROWS": 4000,
     "GATE__MIN_ROWS": 3500,
