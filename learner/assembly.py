@@ -52,7 +52,10 @@ from anabranch.learner.extensions.storage.extension import Mirror, open_mirror
 from anabranch.learner.extensions.teacher.extension import TeacherFeed
 from anabranch.learner.extensions.teacher.opening import open_teacher
 from anabranch.learner.extensions.undo.extension import Undo, UndoneEvents, go_back, undone_with_storage
-from anabranch.learner.loop import Task, TrainingLoop
+from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
+from anabranch.learner.loop.replay_feed import make_feed
+from anabranch.learner.loop.reporter import Reporter
+from anabranch.learner.loop.training_loop import Task, TrainingLoop
 from anabranch.learner.model.device import (
     UnusedDevice,
     check_scaling,
@@ -80,15 +83,12 @@ from anabranch.learner.parallel.follower import follow
 from anabranch.learner.parallel.leader import Leader, lead
 from anabranch.learner.parallel.mesh import Mesh, num_row_groups
 from anabranch.learner.parallel.process_group import RankAssignment, devices_of_host, join_group
-from anabranch.learner.reporter import Reporter
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.state_dir.bases import bases_in
 from anabranch.learner.state_dir.lock import check_generation, lock_state_directory
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.status.report import LearnerReport
 from anabranch.learner.status.status_server import serve_status
-from anabranch.learner.step.loop_state import LoopComponents, LoopMetrics
-from anabranch.learner.step.replay_feed import make_feed
 from anabranch.learner.stream.lag import LagPolicy
 from anabranch.learner.train.build import build_training_setup
 from anabranch.learner.train.cpu_choice import fastest_steps

@@ -113,7 +113,7 @@ WALL_CLOCK = {
     "learner/extensions/undo/extension.py": "a record's time, for display",
     "learner/versions/publisher.py": "a version's time, for display",
     "learner/assembly.py": "the start of the process, which reports have",
-    "learner/reporter.py": "a report's time",
+    "learner/loop/reporter.py": "a report's time",
     "replay/erasure/erasure_log.py": "a record's time, for display",
     "serving/reporting/worker_pool.py": "a report's time",
     "serving/reporting/health.py": "how old the first report is that a process reads of another",

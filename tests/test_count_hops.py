@@ -68,8 +68,8 @@ def test_a_training_step_is_counted_from_its_batch_to_its_end(tmp_path):
     steps = training_steps(3, tmp_path)
     assert len(steps) == 3
     for step in steps:
-        assert step.route[0] == "anabranch/learner/loop"
-        assert {f"anabranch/{each}" for each in ("learner/loop", "learner/train/trainer", "replay/store")} <= set(
-            step.called
-        )
+        assert step.route[0] == "anabranch/learner/loop/training_loop"
+        assert {
+            f"anabranch/{each}" for each in ("learner/loop/training_loop", "learner/train/trainer", "replay/store")
+        } <= set(step.called)
         assert step.hops <= step.hops_with_returns < 2 * len(step.called)

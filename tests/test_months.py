@@ -39,8 +39,8 @@ from anabranch.learner.checkpoints.tombstones import Tombstones
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.replay_ratio import AdaptiveReplayRatio, ScoreSum
 from anabranch.learner.evaluate.stream_monitor import Drift, Prequential, Scored
+from anabranch.learner.loop.reporter import Reporter
 from anabranch.learner.model.faulty_events import Raised
-from anabranch.learner.reporter import Reporter
 from anabranch.learner.settings.learner import DriftSettings, GateSettings, VersionsSettings
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.state_dir.trained_through import NewlyTrained, PartitionProgress

@@ -17,7 +17,7 @@ import numpy as np
 
 from anabranch.learner import assembly as session
 from anabranch.learner.__main__ import main
-from anabranch.learner.loop import Task, TrainingLoop
+from anabranch.learner.loop.training_loop import Task, TrainingLoop
 
 RECORD = np.dtype(
     [

@@ -37,7 +37,9 @@ from anabranch.learner.extensions.late_labels.join_part import open_join
 from anabranch.learner.extensions.late_labels.stream_times import LabelClock
 from anabranch.learner.extensions.search.extension import ChallengerSearch
 from anabranch.learner.extensions.teacher.extension import TeacherFeed
-from anabranch.learner.loop import TrainingLoop
+from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
+from anabranch.learner.loop.replay_feed import make_feed
+from anabranch.learner.loop.training_loop import TrainingLoop
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding
 from anabranch.learner.model.task import Classification
@@ -47,8 +49,6 @@ from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.settings.search import SearchSettings
 from anabranch.learner.state_dir.lock import check_generation
 from anabranch.learner.status.metrics import LearnerMetrics
-from anabranch.learner.step.loop_state import LoopComponents, LoopMetrics
-from anabranch.learner.step.replay_feed import make_feed
 from anabranch.learner.strategies.examples import output_fields
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.strategies.teacher_loss import TeacherLoss, kept_outputs

@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch.ingest.transport.protocol import HistoryProgress
-from anabranch.learner.reporter import BackfillRate
+from anabranch.learner.loop.reporter import BackfillRate
 
 
 def progress(read, **changes):

@@ -7,8 +7,8 @@ import numpy as np
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.loop.reporter import FeatureWatch
 from anabranch.learner.model.features.learned import LearnedFeatures
-from anabranch.learner.reporter import FeatureWatch
 from anabranch.learner.stream.ledger import Ledger
 
 

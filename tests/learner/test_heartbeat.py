@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry
 
-from anabranch.learner.reporter import PATIENCE, Heartbeat, processor_times
+from anabranch.learner.loop.reporter import PATIENCE, Heartbeat, processor_times
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.status.status_server import serve_status
 from tests.support.waiting import wait_until

@@ -12,7 +12,13 @@ from tests.support.cuda_recorder import CudaRecorder
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(90)  # the first optimizer on CUDA imports much of torch
-ON_THE_STEP_PATH = ("learner/loop", "learner/step/replay_feed", "learner/strategies", "learner/stream", "learner/train")
+ON_THE_STEP_PATH = (
+    "learner/loop/training_loop",
+    "learner/loop/replay_feed",
+    "learner/strategies",
+    "learner/stream",
+    "learner/train",
+)
 KINDS: dict[str, dict[str, Any]] = {
     "device": {},
     "host": {"device_memory": "host"},

@@ -7,8 +7,8 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from torch import nn
 
+from anabranch.learner.loop.reporter import Reporter
 from anabranch.learner.model.device import UnusedDevice
-from anabranch.learner.reporter import Reporter
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.status.report import BackfillReport, LearnerReport, PartitionReport, StorageReport
 

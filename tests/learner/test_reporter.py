@@ -16,10 +16,10 @@ from anabranch.commands.status import Status, render
 from anabranch.core.reported import Reported
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.learner.extension import Extension
-from anabranch.learner.reporter import Reporter
+from anabranch.learner.loop.loop_state import LoopMetrics
+from anabranch.learner.loop.reporter import Reporter
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.status.report import LearnerReport, read_report
-from anabranch.learner.step.loop_state import LoopMetrics
 from tests.learner.learner_bench import LearnerBench, small_model
 
 HOUR_MS = 3_600_000
@@ -108,7 +108,7 @@ def test_a_warning_of_an_extension_is_one_of_the_learner(tmp_path, schema):
 def test_full_rates_are_those_of_the_last_seconds_in_which_events_always_waited(tmp_path, schema, monkeypatch):
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
-    monkeypatch.setattr("anabranch.learner.reporter.time", clock)
+    monkeypatch.setattr("anabranch.learner.loop.reporter.time", clock)
     bench = LearnerBench(tmp_path, schema, small_model(), 0)
     stream, state = bench.stream, bench.loop.state
     bench.loop.ledger.add_partition(TopicPartition("events", 0), 0)

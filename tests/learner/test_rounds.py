@@ -20,10 +20,10 @@ from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.ingest.settings.labels import LabelStreamSettings
+from anabranch.learner.loop import replay_feed
+from anabranch.learner.loop.learning_step import Taken
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.features.learned import FeatureLearning
-from anabranch.learner.step import replay_feed
-from anabranch.learner.step.learning_step import Taken
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.replay.sample_plan import Sample
 from tests import forkserver
@@ -416,7 +416,7 @@ def test_a_learner_takes_rounds_of_as_many_steps_as_fit_the_time_where_they_wait
 def test_a_round_is_no_longer_than_its_time_with_what_it_waits_for_besides_its_steps(schema, tmp_path, monkeypatch):
     seconds, teacher = [0.0], LinearTeacher()
     clock = SimpleNamespace(perf_counter=lambda: seconds[0], monotonic=time.monotonic)
-    monkeypatch.setattr("anabranch.learner.loop.time", clock)
+    monkeypatch.setattr("anabranch.learner.loop.training_loop.time", clock)
     teacher.threads, answer = 0, teacher.answer
 
     def answered(columns):
@@ -466,7 +466,7 @@ class UnevenStream(WideStream):
 
 
 def test_a_sample_is_chosen_for_each_step_of_a_round_that_is_taken_early(schema, tmp_path, monkeypatch):
-    monkeypatch.setattr("anabranch.learner.step.batch_source.overlaps", lambda _device: True)
+    monkeypatch.setattr("anabranch.learner.loop.batch_source.overlaps", lambda _device: True)
     learner = {"batch_size": BATCH, "max_delay": "1h", "round": "1h"}
     bench = LearnerBench(
         tmp_path, schema, small_model(), 0, learner=learner, stream=partial(UnevenStream, schema), keyed=False

@@ -14,12 +14,12 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.kafka.client import Messages
 from anabranch.ingest.settings.stream import HoldOut
 from anabranch.ingest.worker.block_builder import BlockBuilder, Incoming
+from anabranch.learner.loop.learning_step import ValueWatch
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.features.learned import FeatureLearning, features_of
 from anabranch.learner.model.features.numbers import LearnedNumber
 from anabranch.learner.model.task import Classification, Regression
-from anabranch.learner.step.learning_step import ValueWatch
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from anabranch.learner.reporter import unusable_sources
+from anabranch.learner.loop.reporter import unusable_sources
 from anabranch.learner.status.report import PartitionReport
 
 

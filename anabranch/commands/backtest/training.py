@@ -15,12 +15,12 @@ from anabranch.ingest.events.partition import TopicPartition
 from anabranch.learner.checkpoints.stored_events import build_pipeline_store
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
+from anabranch.learner.loop.learning_step import LearningStep
+from anabranch.learner.loop.loop_state import StepState
+from anabranch.learner.loop.replay_feed import make_feed
 from anabranch.learner.model.rng import GeneratorStates
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.status.metrics import LearnerMetrics
-from anabranch.learner.step.learning_step import LearningStep
-from anabranch.learner.step.loop_state import StepState
-from anabranch.learner.step.replay_feed import make_feed
 from anabranch.learner.strategies.early_negatives import ImportanceWeights
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.ledger import Ledger

@@ -28,13 +28,13 @@ from anabranch.learner.extensions.rebuild.start import (
     in_scratch,
     targets,
 )
-from anabranch.learner.loop import TrainingLoop
+from anabranch.learner.loop.loop_state import LoopComponents
+from anabranch.learner.loop.training_loop import TrainingLoop
 from anabranch.learner.object_storage.erasure_upload import fetch_erasures
 from anabranch.learner.object_storage.opening import fetch_secret
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.state_dir.bases import bases_in
 from anabranch.learner.state_dir.folders import REBUILD
-from anabranch.learner.step.loop_state import LoopComponents
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from anabranch.learner.versions.format import Manifest, Verdict, Versions

@@ -17,7 +17,7 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.features import Number
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.checkpoints import stored_events
-from anabranch.learner.step.learning_step import LearningStep
+from anabranch.learner.loop.learning_step import LearningStep
 from anabranch.replay.build import build_store
 from anabranch.replay.store import Store
 from tests.support.tokenizer import write_tokenizer

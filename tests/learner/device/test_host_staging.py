@@ -17,9 +17,9 @@ from anabranch.learner.device.host_staging import HostStaging
 from anabranch.learner.device.memory_ledger import ledger
 from anabranch.learner.errors import CopyMemoryError
 from anabranch.learner.evaluate.scoring import Scorer
+from anabranch.learner.loop.reporter import live_bytes
 from anabranch.learner.model.device import Precision
 from anabranch.learner.model.task import Classification
-from anabranch.learner.reporter import live_bytes
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup

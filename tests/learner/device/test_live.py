@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from anabranch.learner.loop.reporter import live_bytes
 from anabranch.learner.model.features.host_state import HostState
-from anabranch.learner.reporter import live_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -13,12 +13,12 @@ from anabranch.learner.checkpoints.format import Checkpoint
 from anabranch.learner.errors import SecondLearnerError
 from anabranch.learner.extensions.fleet.canary import CanaryJudge, CanaryServers, choose_canaries
 from anabranch.learner.extensions.fleet.extension import FleetExtension, FleetWatch
+from anabranch.learner.loop.loop_state import LoopState
 from anabranch.learner.object_storage.bucket_storage import BucketStorage
 from anabranch.learner.object_storage.fleet import FleetRollout, FleetServer, RolloutFile, write_server
 from anabranch.learner.object_storage.lease import Lease
 from anabranch.learner.settings.learner import VersionsSettings
 from anabranch.learner.settings.storage import StorageSettings
-from anabranch.learner.step.loop_state import LoopState
 from anabranch.learner.versions.format import RegistryState, Verdict, Versions
 from anabranch.learner.versions.publisher import Publisher
 from tests.learner.versions.test_quality_gate import BAD, GOOD, Bench

@@ -7,7 +7,7 @@ import threading
 from anabranch.config.loader import load_config
 from anabranch.learner.assembly import Assembly, learn, rebuild_version
 from anabranch.learner.checkpoints.format import Checkpoints
-from anabranch.learner.loop import TrainingLoop
+from anabranch.learner.loop.training_loop import TrainingLoop
 from anabranch.learner.versions.format import Versions
 
 MODEL = """

@@ -16,10 +16,10 @@ from anabranch.ingest.reader.cursors import Partition
 from anabranch.learner.checkpoints.format import Checkpoint
 from anabranch.learner.errors import MemoryShortageError
 from anabranch.learner.extension import overriding
+from anabranch.learner.loop.batch_source import BatchSource
+from anabranch.learner.loop.learning_step import LearningStep
+from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics, LoopState
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.step.batch_source import BatchSource
-from anabranch.learner.step.learning_step import LearningStep
-from anabranch.learner.step.loop_state import LoopComponents, LoopMetrics, LoopState
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.ledger import Ledger
 from anabranch.learner.train.out_of_memory import MemoryRetry

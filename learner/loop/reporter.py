@@ -19,7 +19,8 @@ from anabranch.ingest.transport.protocol import HistoryProgress
 from anabranch.learner.checkpoints.tombstones import TombstoneWatch
 from anabranch.learner.evaluate.holdout import HeldOutShare
 from anabranch.learner.extension import overriding
-from anabranch.learner.loop import TrainingLoop
+from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
+from anabranch.learner.loop.training_loop import TrainingLoop
 from anabranch.learner.model.features.learned import LearnedFeatures, features_of
 from anabranch.learner.model.features.numbers import FELL, LearnedNumber
 from anabranch.learner.state_dir.lock import check_generation
@@ -30,7 +31,6 @@ from anabranch.learner.status.report import (
     PartitionReport,
     write_report,
 )
-from anabranch.learner.step.loop_state import LoopComponents, LoopMetrics
 from anabranch.learner.stream.ledger import Ledger
 from anabranch.replay.background_store import BackgroundStore
 from anabranch.replay.metrics import StoreFigures

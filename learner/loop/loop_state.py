@@ -16,8 +16,8 @@ from anabranch.learner.errors import MisfitError
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.extension import Extension, overriding
+from anabranch.learner.loop.replay_feed import ReplayFeed
 from anabranch.learner.status.metrics import LearnerMetrics
-from anabranch.learner.step.replay_feed import ReplayFeed
 from anabranch.learner.stream.lag import LagPolicy
 from anabranch.learner.stream.ledger import Ledger, nothing_waits
 from anabranch.learner.train.trainer import Trainer

@@ -25,12 +25,12 @@ from anabranch.ingest.events.block import Array, SkipReason
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.stream_monitor import Scored, StreamMonitor
+from anabranch.learner.loop.loop_state import StepState
+from anabranch.learner.loop.replay_feed import NOTHING, Replay, ReplayFeed
 from anabranch.learner.model.faulty_events import Raised, RaisingEventsError
 from anabranch.learner.model.features.learned import features_of
 from anabranch.learner.model.features.numbers import FAR, MOST, LearnedNumber, OutlierBounds, empty_bounds
 from anabranch.learner.status.metrics import LearnerMetrics
-from anabranch.learner.step.loop_state import StepState
-from anabranch.learner.step.replay_feed import NOTHING, Replay, ReplayFeed
 from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.stream.batch import Batch, without_raised
 from anabranch.learner.train.out_of_memory import MemoryRetry
