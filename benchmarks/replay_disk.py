@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.examples import examples_of
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import examples_of
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

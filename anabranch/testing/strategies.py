@@ -15,10 +15,10 @@ from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.examples import Examples, concat
 from anabranch.learner.model.task import TASKS, Classification, Task
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.base import Strategy
-from anabranch.learner.strategies.examples import Examples, concat
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from anabranch.testing.checks import Check, NotPromisedError, expect

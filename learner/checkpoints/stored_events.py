@@ -9,9 +9,9 @@ from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.ingest.transport.shared_ring import MOST_ROWS as MOST_IN_A_BLOCK
 from anabranch.learner.checkpoints.format import RANK, Checkpoint
 from anabranch.learner.checkpoints.part_formats import STORE
+from anabranch.learner.model.examples import OUTPUT, TEACHER, output_fields
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.settings.pipeline import PipelineSettings
-from anabranch.learner.strategies.examples import OUTPUT, TEACHER, output_fields
 from anabranch.learner.stream.batches import most_stored
 from anabranch.learner.stream.round_robin import MOST_ROWS as MOST_WAITING
 from anabranch.learner.train.setup import TrainingSetup

@@ -17,8 +17,8 @@ from anabranch.learner.errors import MemoryShortageError
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.replay_ratio import Ratio, ScoreSum
 from anabranch.learner.evaluate.scoring import Evaluation
+from anabranch.learner.model.examples import examples_of
 from anabranch.learner.model.faulty_events import RaisingEventsError
-from anabranch.learner.strategies.examples import examples_of
 from anabranch.learner.train.trainer import Trainer
 from anabranch.replay.sample_plan import Sample, StepRng
 

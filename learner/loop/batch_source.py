@@ -8,8 +8,8 @@ from anabranch.core.failures import out_of_memory
 from anabranch.ingest.events.block import Array
 from anabranch.learner.extension import NextBatch, overriding
 from anabranch.learner.loop.loop_state import LoopComponents
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.batches import Batches, BlockSource
 from anabranch.learner.stream.ledger import Ledger

@@ -27,11 +27,11 @@ from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.stream_monitor import Scored, StreamMonitor
 from anabranch.learner.loop.loop_state import StepState
 from anabranch.learner.loop.replay_feed import NOTHING, Replay, ReplayFeed
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import Raised, RaisingEventsError
 from anabranch.learner.model.features.learned import features_of
 from anabranch.learner.model.features.numbers import FAR, MOST, LearnedNumber, OutlierBounds, empty_bounds
 from anabranch.learner.status.metrics import LearnerMetrics
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.stream.batch import Batch, without_raised
 from anabranch.learner.train.out_of_memory import MemoryRetry
 from anabranch.learner.train.step_result import StepResult

@@ -18,9 +18,7 @@ from anabranch.learner.evaluate.forgetting import Probe
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.replay_ratio import ScoreSum
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
-from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.base import Strategy
-from anabranch.learner.strategies.examples import (
+from anabranch.learner.model.examples import (
     EARLY,
     OUTPUT,
     OUTPUTS,
@@ -30,6 +28,8 @@ from anabranch.learner.strategies.examples import (
     examples_of,
     sizes_of,
 )
+from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.strategies.base import Strategy
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.batches import MOST_STEPS
 from anabranch.learner.train.step_result import StepResult

@@ -220,6 +220,17 @@ def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
         raise ModelError(f'{key} = "{reference}": {exc}') from exc
 
 
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode, and restore its mode afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 class ForOnePass(dict[str, Tensor]):
     """Features that are copied for one pass already: the model gets them as they are."""
 

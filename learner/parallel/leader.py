@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from anabranch.learner.device.speed_check import COLLECTIVE, product_or_nan, time_collective
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import RaisingEventsError, error_of
 from anabranch.learner.parallel.channel import (
     ALL_REDUCE,
@@ -51,7 +52,6 @@ from anabranch.learner.parallel.scatter import (
     scatter,
 )
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.train.micro_batches import num_parts
 from anabranch.learner.train.step_result import StepResult
 from anabranch.learner.train.step_wrapper import StepWrapper, TakeStep

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.parallel.channel import Channel
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.train.step_result import StepResult
 
 _ALIGNMENT = 16

@@ -22,12 +22,12 @@ from anabranch.learner.model.device import (
     driver_fault,
 )
 from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.examples import output_fields
 from anabranch.learner.model.float8 import Float8
 from anabranch.learner.model.trained_set import base_state, trained_state
 from anabranch.learner.parallel.process_group import RankAssignment, device_of
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.state_dir.lock import is_locked
-from anabranch.learner.strategies.examples import output_fields
 from anabranch.learner.train.build import Stage, build_task_and_model, complete_setup
 from anabranch.learner.train.converters import Recomputation
 from anabranch.learner.train.optimizers import build_optimizer

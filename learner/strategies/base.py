@@ -7,9 +7,8 @@ Legend: B new events, R replayed ones, N ranks, C classes, D dimensions of an em
 samples, each with its own number of events: most strategies ask for one, DER++ for two.
 """
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -21,25 +20,14 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.failures import out_of_memory
 from anabranch.core.users_code import in_one_line, name_of
 from anabranch.learner.model.converter import ModelConverter
+from anabranch.learner.model.examples import Examples, Tensors
 from anabranch.learner.model.task import Task
 from anabranch.learner.settings.strategies import StrategyKind
-from anabranch.learner.strategies.examples import Examples, Tensors
 
 log = logging.getLogger(__name__)
 
 Forward = Callable[[Mapping[str, Tensor]], Tensor]
 """Runs the model on features by name, `[B, ...]`; returns its output."""
-
-
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Run a model in evaluation mode, and restore its mode afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 @dataclass(frozen=True)

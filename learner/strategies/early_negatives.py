@@ -26,10 +26,10 @@ from typing_extensions import override
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.schema import Label
+from anabranch.learner.model.examples import EARLY, Early, Examples
 from anabranch.learner.model.task import Classification, Task
 from anabranch.learner.strategies.base import ComputeLoss, Forward, LossWrapper, MicroBatchLoss, StepWeights, Strategy
 from anabranch.learner.strategies.er import AsymmetricReplay
-from anabranch.learner.strategies.examples import EARLY, Early, Examples
 
 
 def trained_first(columns: Mapping[str, Array], output_B: Tensor | None) -> tuple[Mapping[str, Array], Tensor | None]:

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 from typing_extensions import override
 
+from anabranch.learner.model.examples import Examples, concat, split_like
 from anabranch.learner.settings.strategies import KINDS
 from anabranch.learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
-from anabranch.learner.strategies.examples import Examples, concat, split_like
 
 
 class NoReplay(Strategy):

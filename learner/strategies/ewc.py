@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from anabranch.learner.model.examples import Examples, Tensors
+from anabranch.learner.model.factory import eval_mode
 from anabranch.learner.model.factory import forward as run
 from anabranch.learner.model.faulty_events import may_be_of_events
 from anabranch.learner.model.features.learned import features_of
 from anabranch.learner.settings.strategies import KINDS
-from anabranch.learner.strategies.base import eval_mode, shortened
+from anabranch.learner.strategies.base import shortened
 from anabranch.learner.strategies.er import NoReplay
-from anabranch.learner.strategies.examples import Examples, Tensors
 
 
 class ElasticWeights(NoReplay):

@@ -14,6 +14,8 @@ from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
 from anabranch.learner.model.converter import ModelContext
+from anabranch.learner.model.examples import Examples, Tensors
+from anabranch.learner.model.factory import eval_mode
 from anabranch.learner.model.factory import forward as run
 from anabranch.learner.model.features.learned import features_of
 from anabranch.learner.model.growing.column_pool import ColumnPool, leaves_of
@@ -27,10 +29,8 @@ from anabranch.learner.strategies.base import (
     StrategyContext,
     add_to_class_sums,
     check_float64,
-    eval_mode,
     weighted,
 )
-from anabranch.learner.strategies.examples import Examples, Tensors
 
 MOST_DIMENSIONS = 4096
 """Of an embedding: the covariance has the square of that."""

@@ -9,14 +9,15 @@ from torch.func import functional_call
 from torch.nn import functional
 from typing_extensions import override
 
+from anabranch.learner.model.examples import Examples, Tensors
+from anabranch.learner.model.factory import eval_mode
 from anabranch.learner.model.features.learned import is_of_features
 from anabranch.learner.model.task import Classification
 from anabranch.learner.model.trained_set import base_names, without
 from anabranch.learner.settings.strategies import KINDS
-from anabranch.learner.strategies.base import Forward, MicroBatchLoss, StepWeights, eval_mode, weighted
+from anabranch.learner.strategies.base import Forward, MicroBatchLoss, StepWeights, weighted
 from anabranch.learner.strategies.der import moved
 from anabranch.learner.strategies.er import NoReplay
-from anabranch.learner.strategies.examples import Examples, Tensors
 
 
 class Distillation(NoReplay):

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from anabranch.learner.model.examples import Examples, pad_single
 from anabranch.learner.settings.strategies import KINDS
 from anabranch.learner.strategies.base import Forward, weighted
 from anabranch.learner.strategies.er import ExperienceReplay
-from anabranch.learner.strategies.examples import Examples, pad_single
 
 
 class InterferedReplay(ExperienceReplay):

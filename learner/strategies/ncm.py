@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
+from anabranch.learner.model.examples import Examples, Tensors
+from anabranch.learner.model.factory import eval_mode
 from anabranch.learner.model.features.learned import features_of
 from anabranch.learner.model.trained_set import base_parameters
 from anabranch.learner.settings.strategies import KINDS
@@ -21,10 +23,8 @@ from anabranch.learner.strategies.base import (
     StrategyContext,
     add_to_class_sums,
     check_float64,
-    eval_mode,
     weighted,
 )
-from anabranch.learner.strategies.examples import Examples, Tensors
 
 _SCALED = 1000
 """Events by which numbers are scaled. They are no part of the sums, whose embeddings have to be of one space."""

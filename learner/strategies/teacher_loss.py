@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from anabranch.core.users_code import in_one_line
 from anabranch.learner.errors import ModelError
+from anabranch.learner.model.examples import OUTPUT, TEACHER, Examples, split_like
 from anabranch.learner.model.task import Distils, Task
 from anabranch.learner.strategies.base import (
     ComputeLoss,
@@ -28,7 +29,6 @@ from anabranch.learner.strategies.base import (
     Strategy,
     weighted,
 )
-from anabranch.learner.strategies.examples import OUTPUT, TEACHER, Examples, split_like
 
 _ROWS = 3
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from anabranch.learner.model.cuda_graph import GraphedPass
+from anabranch.learner.model.examples import Examples, pad_single
 from anabranch.learner.strategies.base import MicroBatchLoss, StepWeights
-from anabranch.learner.strategies.examples import Examples, pad_single
 
 LaunchContext = Callable[[], contextlib.AbstractContextManager[object]]
 """Returns the context manager under which device work is launched."""

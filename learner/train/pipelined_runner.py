@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from anabranch.core.failures import out_of_memory
+from anabranch.learner.model.examples import Examples, Tensors, concat
 from anabranch.learner.strategies.base import MicroBatchLoss, StepWeights
-from anabranch.learner.strategies.examples import Examples, Tensors, concat
 from anabranch.learner.train.micro_batches import Part, micro_batches
 from anabranch.learner.train.out_of_memory import halve_micro_batch
 from anabranch.learner.train.parallelism import PassCallbacks, PipelineStages

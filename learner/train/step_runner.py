@@ -21,6 +21,7 @@ from anabranch.core.users_code import in_one_line
 from anabranch.learner.errors import MemoryShortageError, RankTooLargeError
 from anabranch.learner.model.cuda_graph import graphed_pass
 from anabranch.learner.model.embedding import TaskEmbedding
+from anabranch.learner.model.examples import Examples, Tensors, concat, pad_single
 from anabranch.learner.model.factory import forward
 from anabranch.learner.model.faulty_events import (
     RaisingEventsError,
@@ -30,7 +31,6 @@ from anabranch.learner.model.faulty_events import (
     works_on_zeros,
 )
 from anabranch.learner.strategies.base import ComputeLoss, Forward, MicroBatchLoss, StepWeights, overrides
-from anabranch.learner.strategies.examples import Examples, Tensors, concat, pad_single
 from anabranch.learner.train.micro_batches import StepHooks, idle, micro_batches, num_parts, run_graphed
 from anabranch.learner.train.optimizer_step import OptimizerStep
 from anabranch.learner.train.out_of_memory import free_cached_memory, halve_micro_batch, oom_warning

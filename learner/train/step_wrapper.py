@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.learner.model.examples import EARLY, Early, Examples
 from anabranch.learner.model.factory import sample
 from anabranch.learner.model.features.intercept import GroupIntercept, residual_of
 from anabranch.learner.model.features.learned import Columns, features_of
 from anabranch.learner.model.features.row_tables import row_tables
 from anabranch.learner.model.features.vocabulary import Restarted
 from anabranch.learner.strategies.early_negatives import trained_first
-from anabranch.learner.strategies.examples import EARLY, Early, Examples
 from anabranch.learner.train.optimizer_step import OptimizerStep
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.step_result import StepResult

@@ -15,12 +15,12 @@ from anabranch.ingest.events.block import Array
 from anabranch.learner.device.host_staging import HostStaging
 from anabranch.learner.errors import CheckpointError
 from anabranch.learner.model.converter import ModelContext
-from anabranch.learner.model.factory import forward, made_up_features
+from anabranch.learner.model.examples import Examples, Tensors, Transfer
+from anabranch.learner.model.factory import eval_mode, forward, made_up_features
 from anabranch.learner.model.growing.pool import grow
 from anabranch.learner.model.rng import restore_rng, rng_tensors, rng_values
 from anabranch.learner.model.trained_set import constants, load_trained, trained_state
-from anabranch.learner.strategies.base import StrategyContext, eval_mode, restore_strategy, saved_state
-from anabranch.learner.strategies.examples import Examples, Tensors, Transfer
+from anabranch.learner.strategies.base import StrategyContext, restore_strategy, saved_state
 from anabranch.learner.train.converters import Compilation, Recomputation
 from anabranch.learner.train.micro_batches import StepHooks
 from anabranch.learner.train.optimizer_step import OptimizerStep

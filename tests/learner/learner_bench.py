@@ -42,6 +42,7 @@ from anabranch.learner.loop.replay_feed import make_feed
 from anabranch.learner.loop.training_loop import TrainingLoop
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.examples import output_fields
 from anabranch.learner.model.task import Classification
 from anabranch.learner.parallel.leader import Leader
 from anabranch.learner.settings.learner import CheckpointSettings, GateSettings, LearnerSettings, VersionsSettings
@@ -49,7 +50,6 @@ from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.settings.search import SearchSettings
 from anabranch.learner.state_dir.lock import check_generation
 from anabranch.learner.status.metrics import LearnerMetrics
-from anabranch.learner.strategies.examples import output_fields
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.strategies.teacher_loss import TeacherLoss, kept_outputs
 from anabranch.learner.stream.lag import LagPolicy

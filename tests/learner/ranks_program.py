@@ -27,6 +27,7 @@ from anabranch.learner.extensions.search.extension import ChallengerSearch
 from anabranch.learner.extensions.search.trainers import copy_trainer
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import RaisingEventsError
 from anabranch.learner.model.mixture import MixtureOfExperts
 from anabranch.learner.model.task import Classification
@@ -40,7 +41,6 @@ from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.settings.search import LR, SearchSettings
 from anabranch.learner.state_dir import search_control
 from anabranch.learner.state_dir.search_control import write_control
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from anabranch.testing.strategies import extended

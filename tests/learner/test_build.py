@@ -11,11 +11,11 @@ from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.assembly import build_trainer
 from anabranch.learner.errors import ModelError
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.settings.pipeline import ServedSettings
 from anabranch.learner.settings.search import SearchSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.build import build_training_setup
 from anabranch.learner.versions.origin import settings_of_weights

@@ -16,13 +16,13 @@ from anabranch.learner.evaluate.stream_monitor import scored
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.cuda_graph import GraphedPass
 from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.examples import EARLY, Early, examples_of, pad_single
 from anabranch.learner.model.features.intercept import GroupIntercept
 from anabranch.learner.model.features.learned import FeatureLearning, features_of
 from anabranch.learner.model.task import Classification, Regression
 from anabranch.learner.parallel.scatter import layout_of, packed, unpacked
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.early_negatives import ImportanceWeights, check_early, importance
-from anabranch.learner.strategies.examples import EARLY, Early, examples_of, pad_single
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

@@ -19,11 +19,11 @@ from anabranch.learner.evaluate.event_time import EventTimePredictor
 from anabranch.learner.evaluate.scoring import ResidentModels
 from anabranch.learner.model.device import Precision, choose_precision
 from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.growing.pool import POOL, grow, grown, parts_in, pool_of
 from anabranch.learner.model.task import Classification
 from anabranch.learner.model.trained_set import base_state, trained_state
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.experts import Experts
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

@@ -16,13 +16,13 @@ from torch.distributed import HashStore
 
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import RaisingEventsError
 from anabranch.learner.model.task import Classification
 from anabranch.learner.parallel import process_group
 from anabranch.learner.parallel.data_parallel import DataParallelGroup
 from anabranch.learner.parallel.process_group import RankAssignment, join_group, leave_group
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

@@ -14,11 +14,11 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.errors import ModelError
 from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.growing.column_pool import ColumnPool
 from anabranch.learner.model.growing.pool import pool_of
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.growing import Progressive
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from anabranch.ingest.events.block import Array
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.learner.loop.replay_feed import NOTHING, ReplayFeed, StoreFeed
-from anabranch.learner.strategies.examples import EARLY, Early
+from anabranch.learner.model.examples import EARLY, Early
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.stream.batches import Batch
 from anabranch.learner.train.step_result import StepResult

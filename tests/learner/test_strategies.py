@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from anabranch.core.errors import SettingsError
+from anabranch.learner.model.examples import Examples, concat
 from anabranch.learner.model.task import Classification, MultiLabel, Regression
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.settings.model import ModelSettings
@@ -20,7 +21,6 @@ from anabranch.learner.strategies.base import StepWeights, StrategyContext
 from anabranch.learner.strategies.der import DarkReplay, DarkReplayPlus
 from anabranch.learner.strategies.er import AsymmetricReplay, ExperienceReplay, NoReplay
 from anabranch.learner.strategies.ewc import ElasticWeights
-from anabranch.learner.strategies.examples import Examples, concat
 from anabranch.learner.strategies.lwf import Distillation
 from anabranch.learner.strategies.mir import InterferedReplay
 from anabranch.learner.strategies.ncm import NearestClassMean, StreamingDiscriminant

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional
 
 from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.examples import Examples, pad_single
 from anabranch.learner.model.task import Classification, MultiLabel, Regression
 from anabranch.learner.parallel.scatter import RankBatch, layout_of, packed, scatter, unpacked
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.base import LossWrapper
-from anabranch.learner.strategies.examples import Examples, pad_single
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.strategies.teacher_loss import TeacherLoss, kept_outputs
 from anabranch.learner.train.micro_batches import idle

@@ -17,10 +17,9 @@ from anabranch.commands.backtest.runs import Score
 from anabranch.commands.backtest.training import BacktestTraining
 from anabranch.ingest.events.block import Array
 from anabranch.learner.evaluate.stream_monitor import NOT_SCORED, Scored, scored
-from anabranch.learner.model.factory import forward
-from anabranch.learner.strategies.base import eval_mode
+from anabranch.learner.model.examples import EARLY, Early
+from anabranch.learner.model.factory import eval_mode, forward
 from anabranch.learner.strategies.early_negatives import check_early
-from anabranch.learner.strategies.examples import EARLY, Early
 from anabranch.learner.stream.batch import Batch
 from anabranch.replay.reservoir.reservoir import WAITED
 

@@ -25,9 +25,9 @@ from anabranch.learner.checkpoints.erase_checkpoints import without_erased
 from anabranch.learner.checkpoints.format import RANK, Checkpoint, Checkpoints, check_age
 from anabranch.learner.checkpoints.parts import unpack
 from anabranch.learner.errors import CheckpointError, MisfitError
+from anabranch.learner.model.examples import output_fields
 from anabranch.learner.object_storage.bucket_storage import storage_to_read
 from anabranch.learner.status.report import read_report
-from anabranch.learner.strategies.examples import output_fields
 from anabranch.replay.erasure.erased_events import hash_of_key
 from anabranch.replay.erasure.erasure_log import NAME, ErasureLog
 from anabranch.replay.row_layout import RowLayout

@@ -21,7 +21,7 @@ from anabranch.learner.extension import Extension
 from anabranch.learner.extensions.late_labels.decided_batch import scored_rows
 from anabranch.learner.extensions.late_labels.label_join import LabelJoin
 from anabranch.learner.extensions.late_labels.stream_times import LabelClock
-from anabranch.learner.strategies.examples import EARLY, Early
+from anabranch.learner.model.examples import EARLY, Early
 from anabranch.learner.stream.batch import Batch, Decided, step_ends
 from anabranch.learner.stream.batches import MOST_LATE
 from anabranch.learner.stream.lag import LagPolicy

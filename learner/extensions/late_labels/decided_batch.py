@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from anabranch.ingest.events.block import IDENTITY_COLUMNS, Array, Outcome, SkipReason
 from anabranch.ingest.settings.labels import LabelStreamSettings
 from anabranch.learner.extensions.late_labels.decisions import Ready, Resolution
-from anabranch.learner.strategies.examples import EARLY, Early
+from anabranch.learner.model.examples import EARLY, Early
 from anabranch.learner.stream.batch import Batch, Decided, Span, step_ends
 from anabranch.replay.reservoir.reservoir import WAITED
 

@@ -19,12 +19,12 @@ from anabranch.learner.extension import Extension
 from anabranch.learner.extensions.search.networks import NetworkSpec, network_spec
 from anabranch.learner.extensions.search.pool import Challenger, ChallengerPool
 from anabranch.learner.extensions.search.trainers import COPY, NETWORK, ChallengerTrainers
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.rng import GeneratorStates
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.settings.search import ARGS, SearchSettings, arguments_of
 from anabranch.learner.state_dir.search_control import ControlReader, SearchControl, SearchReport, shown
 from anabranch.learner.strategies.base import Strategy
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.registry import build_strategy
 from anabranch.learner.train.micro_batches import StepHooks
 from anabranch.learner.train.parallelism import Ranks

@@ -15,13 +15,13 @@ from anabranch.core.users_code import in_one_line
 from anabranch.learner.errors import MemoryShortageError, ModelError
 from anabranch.learner.extensions.search.networks import NetworkSpec, taught
 from anabranch.learner.extensions.search.pool import Challenger
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import RaisingEventsError, may_be_of_events
 from anabranch.learner.model.rng import GeneratorStates, seed_rng
 from anabranch.learner.model.trained_set import base_names, copy_sharing_base, trained_state
 from anabranch.learner.settings.search import ARGS, MAX_GRAD_NORM, TUNABLE, SearchSettings, arguments_of
 from anabranch.learner.state_dir.search_control import Judged
 from anabranch.learner.strategies.base import Strategy
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.train.micro_batches import StepHooks
 from anabranch.learner.train.parallelism import Ranks
 from anabranch.learner.train.setup import TrainingSetup

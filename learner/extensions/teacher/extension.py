@@ -22,8 +22,8 @@ from anabranch.ingest.events.block import Array, SkipReason
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.learner.errors import TeacherError
 from anabranch.learner.extension import Extension
+from anabranch.learner.model.examples import TEACHER
 from anabranch.learner.status.report import TeacherReport
-from anabranch.learner.strategies.examples import TEACHER
 from anabranch.learner.stream.batch import Batch
 
 _FIRST_RETRY, _LONGEST_RETRY = timedelta(seconds=1), timedelta(seconds=30)

@@ -17,11 +17,10 @@ from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
 from anabranch.learner.errors import RankLostError
-from anabranch.learner.model.factory import forward
+from anabranch.learner.model.factory import eval_mode, forward
 from anabranch.learner.model.faulty_events import may_be_of_events
 from anabranch.learner.model.mixture import MixtureOfExperts
 from anabranch.learner.parallel.split.divided_weights import DividedWeights
-from anabranch.learner.strategies.base import eval_mode
 from anabranch.learner.train.parallelism import Weights
 
 

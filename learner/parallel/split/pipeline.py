@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
 from anabranch.learner.model.device import Precision
+from anabranch.learner.model.examples import Tensors
 from anabranch.learner.model.factory import forward, run_on
-from anabranch.learner.strategies.examples import Tensors
 from anabranch.learner.train.converters import OnCopiesOfBuffers
 from anabranch.learner.train.parallelism import PassCallbacks, PipelineStages
 from anabranch.learner.train.step_snapshot import Snapshots

@@ -53,6 +53,7 @@ from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
 from anabranch.learner.device import cuda_limits, visible_devices
 from anabranch.learner.model import device as learner_device
 from anabranch.learner.model.device import Precision
+from anabranch.learner.model.examples import OUTPUT
 from anabranch.learner.model.factory import build_on_device, make_task
 from anabranch.learner.model.task import Classification
 from anabranch.learner.model.trained_set import base_digest, trained_state
@@ -68,7 +69,6 @@ from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.state_dir.lock import lock_state_directory
 from anabranch.learner.status.report import BackfillReport, LearnerReport, write_report
 from anabranch.learner.strategies.er import ExperienceReplay
-from anabranch.learner.strategies.examples import OUTPUT
 from anabranch.learner.stream.partition_ledger import PartitionLedger
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

@@ -13,10 +13,10 @@ from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.learner.errors import RankLostError
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import Raised, RaisingEventsError, may_be_of_events, raising
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

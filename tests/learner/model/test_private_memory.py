@@ -10,12 +10,11 @@ from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.errors import ModelError
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding, TaskEmbedding
-from anabranch.learner.model.factory import forward, make_task
+from anabranch.learner.model.examples import Examples, concat
+from anabranch.learner.model.factory import eval_mode, forward, make_task
 from anabranch.learner.model.growing.pool import pool_of
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.base import eval_mode
-from anabranch.learner.strategies.examples import Examples, concat
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
 from anabranch.learner.checkpoints.format import Checkpoints
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.parallel.process_group import RankAssignment, join_group
 from anabranch.learner.parallel.scatter import (
     RankBatch,
@@ -23,7 +24,6 @@ from anabranch.learner.parallel.scatter import (
     unpacked,
 )
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.registry import STRATEGIES
 from tests.support.gpu import rtol
 

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from anabranch.learner.strategies.examples import Transfer
+from anabranch.learner.model.examples import Transfer
 from tests.support.cuda_recorder import CudaRecorder
 
 COLUMNS = [np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(4), np.ones(4, np.float32)]

@@ -48,7 +48,7 @@ ALLOWED = {
         "_restart_rows: to": "where rows of a learned vocabulary start again: host memory to the device, in order",
     },
     "learner/train/converters.py": {"convert: item": "before the first step"},
-    "learner/strategies/examples.py": {
+    "learner/model/examples.py": {
         "copy: to": "from pinned memory, without waiting",
         "all_examples_of: numpy": "on a CPU alone",
     },

@@ -12,9 +12,9 @@ from torch import nn
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.micro_batches import micro_batches
 from anabranch.learner.train.setup import TrainingSetup

@@ -13,9 +13,9 @@ from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.learner.errors import CheckpointError
 from anabranch.learner.model.device import Precision, choose_device, choose_precision
 from anabranch.learner.model.embedding import Embedding
+from anabranch.learner.model.examples import Transfer, examples_of
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Transfer, examples_of
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Examples, Trainer

@@ -10,6 +10,7 @@ from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.errors import VersionError
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.factory import build_on_device
 from anabranch.learner.model.growing.pool import POOL, parts_in
 from anabranch.learner.model.task import Classification
@@ -18,7 +19,6 @@ from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.settings.strategies import StrategySettings
 from anabranch.learner.state_dir.bases import bases_in
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.registry import build_strategy
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer

@@ -7,7 +7,7 @@ from anabranch.ingest.events.block import Outcome, SkipReason
 from anabranch.ingest.settings.labels import LabelStreamSettings
 from anabranch.learner.extensions.late_labels.decided_batch import decided_batch
 from anabranch.learner.extensions.late_labels.decisions import Ready, Resolution
-from anabranch.learner.strategies.examples import EARLY, Early
+from anabranch.learner.model.examples import EARLY, Early
 from anabranch.replay.reservoir.reservoir import WAITED
 
 LABELLED, TIMED_OUT, CORRECTED = Resolution

@@ -21,8 +21,8 @@ from anabranch.learner.evaluate.event_time import EventTimePredictor
 from anabranch.learner.extensions.late_labels.extension import LateLabels
 from anabranch.learner.extensions.late_labels.stream_times import LabelClock
 from anabranch.learner.model.device import Precision
+from anabranch.learner.model.examples import EARLY, Early
 from anabranch.learner.model.task import Classification
-from anabranch.learner.strategies.examples import EARLY, Early
 from anabranch.learner.stream.batch import Batch, Span
 from anabranch.learner.stream.lag import LagPolicy
 from anabranch.learner.stream.ledger import Ledger

@@ -18,11 +18,11 @@ from typing_extensions import override
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.growing.pool import Router, grown, pool_of
 from anabranch.learner.model.task import Classification
 from anabranch.learner.model.trained_set import trained_state
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from anabranch.testing.strategies import extended

@@ -18,13 +18,13 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.errors import is_of_a_lost_rank
 from anabranch.learner.model.device import choose_precision
+from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import RaisingEventsError
 from anabranch.learner.model.task import Classification
 from anabranch.learner.parallel import fsdp
 from anabranch.learner.parallel.data_parallel import DataParallelGroup
 from anabranch.learner.parallel.process_group import RankAssignment, exiting_at_once, join_group
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.examples import Examples
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
