@@ -339,7 +339,7 @@ def test_the_reference_has_bounds_of_settings_that_may_be_absent():
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     for row in (
         "micro_batch_size`** (integer >= 2)",
-        "mps_percentage`** (integer >= 1, <= 100)",
+        "mps_percentage`** (integer 1..100)",
         "sms`** (integer >= 1)",
     ):
         assert f"- **`{row}" in page

@@ -46,7 +46,7 @@ Unknown keys are errors that name the nearest known key. A duration is written a
 `"1d"`, a size as `"256MB"` (10^6) or `"256MiB"` (2^20). Instead of any string, `{env = "NAME"}` takes the value of a
 variable of the environment and `{file = "path"}` the contents of a file, relative to the config's folder. No error and
 no command prints such values. [Settings that versions contain](operate/secure.md#secrets) refuse both. Brackets have
-the default, then the other values.
+the default, then the other values; `1..64` includes both ends.
 """
 
 _PROPERTIES = """\
@@ -283,8 +283,10 @@ def _bounds(bounds: Sequence[Any]) -> str:
     rules = [rule for bound in bounds for rule in (bound.metadata if isinstance(bound, FieldInfo) else [bound])]
     # A bound has one field, named like its class.
     names = [(type(rule).__name__, rule) for rule in rules if type(rule).__name__ in signs]
-    found = [f"{signs[name]} {getattr(rule, name.lower())}" for name, rule in names]
-    return f" {', '.join(found)}" if found else ""
+    limits = {name: getattr(rule, name.lower()) for name, rule in names}
+    if limits.keys() == {"Ge", "Le"}:
+        return f" {limits['Ge']}..{limits['Le']}"
+    return f" {', '.join(f'{signs[name]} {limit}' for name, limit in limits.items())}" if limits else ""
 
 
 def _default(field: FieldInfo) -> str:
