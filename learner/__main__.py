@@ -56,10 +56,8 @@ def prepare() -> None:
         import torch
 
         import anabranch.learner.assembly  # noqa: F401 takes seconds
-        from anabranch.learner.settings.learner import OptimizerSettings
-        from anabranch.learner.train.optimizers import build_optimizer
 
-        build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     finally:
         gc.enable()
 
@@ -88,11 +86,10 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
     from anabranch.core.start_report import start_does
     from anabranch.learner.parallel.launcher import launch
     from anabranch.learner.parallel.process_group import record_collectives
-    from anabranch.learner.state_dir.folders import TRACES
 
     settings = config.pipeline.learner
     if settings.device != "cpu":
-        record_collectives(config.state_dir / TRACES)
+        record_collectives(config.state_dir)
     command = (sys.executable, "-P", "-m", "anabranch.learner", *config.arguments(), *log_arguments())
     start_does("starts its ranks")
     return launch(settings, command, stop)
@@ -155,7 +152,6 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
         from anabranch.learner.parallel import torchrun
         from anabranch.learner.settings.compatibility import facts
-        from anabranch.learner.state_dir.folders import TRACES
 
         gc.disable()  # as `learn_config` does
         torchrun.ignore_further_signals()
@@ -175,7 +171,7 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
                 refusal = exc
             torchrun.agree(store, started.rank, started.size, refusal or alike)
             if settings.device != "cpu" and started.is_on_host_0:
-                record_collectives(config.state_dir / TRACES)
+                record_collectives(config.state_dir)
             _lead_or_follow(config.pipeline.with_changes(learner=settings), stop, assignment)
         if heartbeat.stopped_by_another:
             # With exit code 0 torchrun would wait five minutes for the other hosts, and then report success.

@@ -33,9 +33,9 @@ from anabranch.learner.checkpoints.part_formats import WAITING_EVENTS
 from anabranch.learner.checkpoints.parts import StorePart
 from anabranch.learner.checkpoints.resume import ResumePoint, check_stream, resume_point
 from anabranch.learner.device.cuda_limits import confined, prepare_cuda, using_device
+from anabranch.learner.device.out_of_memory import MemoryRetry, oom_warning
 from anabranch.learner.device.speed_check import time_product
 from anabranch.learner.device.visible_devices import leave_out_unusable
-from anabranch.learner.errors import StoppedEarlyError
 from anabranch.learner.evaluate.event_time import EventTimePredictor
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.scoring import Scorer
@@ -53,6 +53,7 @@ from anabranch.learner.extensions.teacher.extension import TeacherFeed
 from anabranch.learner.extensions.teacher.opening import open_teacher
 from anabranch.learner.extensions.undo.extension import Undo, UndoneEvents, go_back, undone_with_storage
 from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
+from anabranch.learner.loop.profiler import ProfilerWindow
 from anabranch.learner.loop.replay_feed import make_feed
 from anabranch.learner.loop.reporter import Reporter
 from anabranch.learner.loop.training_loop import Task, TrainingLoop
@@ -93,8 +94,6 @@ from anabranch.learner.stream.lag import LagPolicy
 from anabranch.learner.train.build import build_training_setup
 from anabranch.learner.train.cpu_choice import fastest_steps
 from anabranch.learner.train.micro_batches import StepHooks
-from anabranch.learner.train.out_of_memory import MemoryRetry, oom_warning
-from anabranch.learner.train.profiler import ProfilerWindow
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from anabranch.learner.versions.format import RegistryState, Versions, reference_to
@@ -120,6 +119,10 @@ ALWAYS: Sequence[str] = ()
 """Extensions that need nothing but the loop, as `module:class`."""
 
 log = logging.getLogger(__name__)
+
+
+class StoppedEarlyError(Exception):
+    """The learner was stopped while it was being built."""
 
 
 class Assembly:

@@ -14,7 +14,6 @@ AnabranchError
     |   `-- RegistrationRefusedError   ... or would be refused again: it is left out
     `-- TeacherError          the teacher has no usable outputs for a step's events, which is taken without them
 
-StoppedEarlyError         the learner was stopped while it was being built
 CopyMemoryError           there is no memory for the copy of a version or checkpoint, which is skipped
 RankLostError             another rank is gone: this rank ends, and all ranks restart from the newest checkpoint
 RankTooLargeError         a device ran out of memory where ranks cannot repeat the step: the same, with smaller
@@ -66,10 +65,6 @@ class RegistrationRefusedError(RegistrationError):
 
 class TeacherError(DependencyError):
     """The teacher does not answer in time, or not with outputs that can be learned from."""
-
-
-class StoppedEarlyError(Exception):
-    """The learner was stopped while it was being built."""
 
 
 class CopyMemoryError(MemoryError):

@@ -43,13 +43,13 @@ from anabranch.learner.loop.reporter import Reporter
 from anabranch.learner.model.faulty_events import Raised
 from anabranch.learner.settings.learner import DriftSettings, GateSettings, VersionsSettings
 from anabranch.learner.settings.model import ModelSettings
-from anabranch.learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.status.report import LearnerReport
 from anabranch.learner.stream.batches import Batches
 from anabranch.learner.stream.lag import LagPolicy
 from anabranch.learner.stream.ledger import Ledger
 from anabranch.learner.stream.record_times import RecordTimes
+from anabranch.learner.stream.trained_through import NewlyTrained, PartitionProgress
 from anabranch.learner.versions.format import Manifest, ModelReference, Verdict, Versions, reference_to
 from anabranch.learner.versions.gate import QualityGate
 from anabranch.learner.versions.publisher import Publisher, Snapshot, VersionWriter

@@ -12,9 +12,9 @@ from rich.table import Table
 from anabranch.command import AsJson, DryRun, Yes, command, confirm, output, say
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
-from anabranch.learner.settings.search import ARGS, arguments_of
-from anabranch.learner.state_dir.search_control import ChallengerReport, SearchReport, shown, write_control
-from anabranch.learner.status.report import read_report
+from anabranch.learner.settings.search import ARGS, arguments_of, shown
+from anabranch.learner.state_dir.search_control import write_control
+from anabranch.learner.status.report import ChallengerReport, SearchReport, read_report
 from anabranch.runtime.private_state import private_state
 
 _WHEN = "the learner takes it within a second, or when it starts"

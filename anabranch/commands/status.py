@@ -21,8 +21,7 @@ from anabranch.core.die_with_parent import lives
 from anabranch.core.sizes import size_text
 from anabranch.core.start_report import StartReport, read_start
 from anabranch.learner.device.reading import DeviceReport
-from anabranch.learner.state_dir.search_control import SearchReport, shown
-from anabranch.learner.state_dir.undo_file import UndoReport
+from anabranch.learner.settings.search import shown
 from anabranch.learner.status.report import (
     LAG_STALE,
     BackfillReport,
@@ -30,7 +29,9 @@ from anabranch.learner.status.report import (
     DeviceSharingReport,
     LabelReport,
     LearnerReport,
+    SearchReport,
     StorageReport,
+    UndoReport,
     no_better,
     simplest_rule,
 )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anabranch.learner.device.lease import hold_server
 from anabranch.learner.model.factory import build_model
-from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.stream.trained_through import PartitionProgress
 from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
 from anabranch.serving.inference.batcher import Batcher
 from anabranch.serving.metrics import ServingMetrics

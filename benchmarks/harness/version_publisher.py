@@ -15,7 +15,7 @@ from anabranch.learner.model.growing.pool import Pool, pool_of
 from anabranch.learner.model.trained_set import trained_state, write_base
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.state_dir.bases import bases_in
-from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.stream.trained_through import PartitionProgress
 from anabranch.learner.versions.format import Manifest, Verdict, Versions, reference_to
 from benchmarks.harness import models
 from benchmarks.harness.pipeline import extended_model, toml

@@ -19,6 +19,7 @@ from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.schema import IGNORED, Schema
 from anabranch.learner.device.host_staging import CHUNK_BYTES, pieces
 from anabranch.learner.device.memory_ledger import SCORER_MODULES
+from anabranch.learner.device.out_of_memory import free_cached_memory
 from anabranch.learner.evaluate.adwin import winsorized
 from anabranch.learner.evaluate.chunks import Chunks
 from anabranch.learner.evaluate.holdout import YOUNG, HoldoutRows
@@ -29,7 +30,6 @@ from anabranch.learner.model.faulty_events import Check, may_be_of_events, raisi
 from anabranch.learner.model.growing.pool import grow
 from anabranch.learner.model.task import Task
 from anabranch.learner.model.trained_set import copy_sharing_base, decide_trained_set, load_trained, trained_state
-from anabranch.learner.train.out_of_memory import free_cached_memory
 
 _Resident = tuple[nn.Module, Mapping[str, Tensor] | None]
 

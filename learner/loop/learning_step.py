@@ -23,6 +23,7 @@ from prometheus_client import Counter
 from anabranch.core.failures import out_of_memory
 from anabranch.ingest.events.block import Array, SkipReason
 from anabranch.ingest.events.partition import TopicPartition
+from anabranch.learner.device.out_of_memory import MemoryRetry
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.stream_monitor import Scored, StreamMonitor
 from anabranch.learner.loop.loop_state import StepState
@@ -33,7 +34,6 @@ from anabranch.learner.model.features.learned import features_of
 from anabranch.learner.model.features.numbers import FAR, MOST, LearnedNumber, OutlierBounds, empty_bounds
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.batch import Batch, without_raised
-from anabranch.learner.train.out_of_memory import MemoryRetry
 from anabranch.learner.train.step_result import StepResult
 from anabranch.learner.train.trainer import Trainer
 

@@ -14,6 +14,7 @@ from anabranch.core.tracing.spans import NO_SPAN, current_tracer
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.learner.checkpoints.format import Checkpoint
+from anabranch.learner.device.out_of_memory import MemoryRetry
 from anabranch.learner.errors import MemoryShortageError
 from anabranch.learner.extension import overriding
 from anabranch.learner.loop.batch_source import BatchSource
@@ -22,7 +23,6 @@ from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics, LoopS
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.ledger import Ledger
-from anabranch.learner.train.out_of_memory import MemoryRetry
 
 _COMMIT_SECONDS = 5.0
 

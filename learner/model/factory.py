@@ -25,7 +25,7 @@ from anabranch.learner.model.device import Precision
 from anabranch.learner.model.features.learned import FeatureLearning, features_of
 from anabranch.learner.model.float8 import Float8
 from anabranch.learner.model.rng import GeneratorStates
-from anabranch.learner.model.task import METHODS, TASKS, Task
+from anabranch.learner.model.task import METHODS, TASKS, Distils, Task
 from anabranch.learner.model.trained_set import (
     base_parameters,
     check_views,
@@ -532,6 +532,36 @@ def check_task(task: Task, output_shape: tuple[int, ...], label: Label, device: 
         # A correct task may refuse labels that never occur, such as prices of 0.
         if len(refusals) == len(results) or any(refusal.is_shape for refusal in refusals):
             raise ModelError(f"model.task: {type(task).__name__}.{method} {refusals[0].sentence}")
+
+
+def check_distil(task: Task, name: str, output_shape: tuple[int, ...], device: torch.device) -> Distils:
+    """Return a task by which a model can learn from a teacher, after a try on outputs of the model's shape.
+
+    `name`: of the task, in the settings.
+
+    Raises:
+        ModelError: it has no method `distil`, which fails, or returns no number with a gradient for each event.
+    """
+    method = "distil(output_B, teacher_B, temperature)"
+    if not isinstance(task, Distils):
+        raise ModelError(
+            f'model.task = "{name}": {type(task).__name__} has no method {method}, with which a model learns from '
+            "[model.teacher]; write it, or remove [model.teacher]"
+        )
+    output_B, teacher_B = torch.zeros((2, _CHECK_ROWS, *output_shape), device=device)
+    try:
+        result = task.distil(output_B.requires_grad_().clone(), teacher_B, 2.0)
+    except Exception as exc:  # the user's own code may raise anything
+        raise ModelError(
+            f"model.task: {type(task).__name__}.distil fails on outputs of zeros: {in_one_line(exc)}"
+        ) from exc
+    if not isinstance(result, Tensor) or result.shape != (_CHECK_ROWS,) or not result.requires_grad:
+        returned = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise ModelError(
+            f"model.task: {type(task).__name__}.distil returned {returned} for {_CHECK_ROWS} events; return one number "
+            "an event, [B], computed from the output in torch"
+        )
+    return task
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anabranch.core.errors import AnabranchError
 from anabranch.learner.errors import RankLostError
-from anabranch.learner.parallel.mesh import SILENCE
+from anabranch.learner.settings.learner import RANK_TIMEOUT
 from anabranch.learner.state_dir.safetensors_file import pieces_of, tensors_of
 
 _HEADER = 32
@@ -80,14 +80,18 @@ class Channel:
         self._due = time.monotonic() + _KEEPALIVE_SECONDS
 
     def send_all(
-        self, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None, timeout: timedelta = SILENCE
+        self,
+        action: Action,
+        numbers: Sequence[int] = (),
+        message: Tensor | None = None,
+        timeout: timedelta = RANK_TIMEOUT,
     ) -> None:
         """Send the same to every other rank, and wait until all have received it."""
         for rank in self.others:
             self.send(rank, action, numbers, message)
         self.wait_sent(timeout)
 
-    def wait_sent(self, timeout: timedelta = SILENCE) -> None:
+    def wait_sent(self, timeout: timedelta = RANK_TIMEOUT) -> None:
         """Wait until everything sent was received; raises RuntimeError when a rank does not receive."""
         for work, sent in self._sent:
             if work is not None:

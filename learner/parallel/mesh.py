@@ -8,7 +8,6 @@ Along `data`, weights may be sharded (`learner.sharding = "fsdp"`): over all of 
 copies across hosts. `copy` and `shard` are the two dimensions that `data` consists of.
 """
 
-from datetime import timedelta
 from math import prod
 
 import torch.distributed as dist
@@ -16,10 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from anabranch.core.errors import SettingsError
-from anabranch.learner.settings.learner import LearnerSettings, MeshSettings
+from anabranch.learner.settings.learner import RANK_TIMEOUT, LearnerSettings, MeshSettings
 
-SILENCE = timedelta(minutes=10)
-"""Timeout of all process groups: many times what the leader ever takes between two headers."""
 _WITH_TIMEOUT = ("gloo", "nccl")
 """Backends whose groups have a timeout, which a device mesh does not take."""
 _DIMENSIONS = ("copy", "shard", "pipeline", "expert", "tensor")
@@ -108,7 +105,7 @@ class Mesh:
             self._device_mesh = init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*sizes,))
             for group in self._device_mesh.get_all_groups():
                 if dist.get_backend(group) in _WITH_TIMEOUT:
-                    _set_pg_timeout(SILENCE, group)
+                    _set_pg_timeout(RANK_TIMEOUT, group)
         return self._device_mesh
 
     def group(self, *dimensions: str) -> dist.ProcessGroup:
@@ -126,7 +123,7 @@ class Mesh:
                 self._groups[along] = self._device_mesh.get_group(along[0])
             else:
                 self._groups[along], _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                    self._enumerated(along), timeout=SILENCE
+                    self._enumerated(along), timeout=RANK_TIMEOUT
                 )
         return self._groups[along]
 

@@ -16,9 +16,9 @@ from torch.distributed.distributed_c10d import _world
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.learner.errors import RankLostError
 from anabranch.learner.model.device import choose_device
-from anabranch.learner.parallel.mesh import SILENCE
 from anabranch.learner.parallel.torchrun import RankHeartbeat
-from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.learner import RANK_TIMEOUT, LearnerSettings
+from anabranch.learner.state_dir.folders import TRACES
 
 _left: list[dist.ProcessGroup] = []
 """Groups that this process has left."""
@@ -64,7 +64,7 @@ def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterato
                 store=_store_of(assignment),
                 rank=assignment.rank,
                 world_size=assignment.size,
-                timeout=SILENCE,
+                timeout=RANK_TIMEOUT,
                 # Connects all ranks now, with one NCCL communicator: no two ranks exchange messages over NCCL alone.
                 device_id=device if device.type == "cuda" else None,
             )
@@ -106,13 +106,14 @@ def exiting_at_once() -> Iterator[None]:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def record_collectives(folder: Path) -> None:
+def record_collectives(state_dir: Path) -> None:
     """Make ranks that are started from now on keep their last NCCL collectives, and write them when one times out.
 
-    Each rank writes `folder/nccl-<rank>`, for `torchfrtrace`. What the user has set stays.
+    Each rank writes `traces/nccl-<rank>` there, for `torchfrtrace`. What the user has set stays.
     """
     if not torch.cuda.is_available():
         return
+    folder = state_dir / TRACES
     with contextlib.suppress(OSError):  # costs only the trace
         folder.mkdir(parents=True, exist_ok=True)
     defaults = {

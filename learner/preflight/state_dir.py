@@ -20,9 +20,9 @@ from anabranch.core.sizes import size_text
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.checkpoints.format import Checkpoints
 from anabranch.learner.errors import MisfitError
+from anabranch.learner.preflight.disk_space import disk_space
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.settings.pipeline import PipelineSettings
-from anabranch.learner.state_dir.disk_space import disk_space
 from anabranch.learner.state_dir.folders import BASES
 from anabranch.learner.state_dir.lock import is_locked
 from anabranch.learner.status.report import read_report

@@ -17,6 +17,8 @@ _LEARNER_MEMORY = 0.7
 """Training keeps six copies of the weights and activations; a server keeps three, and activations of small batches."""
 CONTEXTS_MEMORY = 0.05
 """Fraction of a device's memory for CUDA's contexts and libraries, which torch's allocator does not count."""
+RANK_TIMEOUT = timedelta(minutes=10)
+"""Timeout of all process groups: many times what the leader ever takes between two headers."""
 
 
 def _host_and_port(value: str) -> str:

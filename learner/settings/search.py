@@ -112,3 +112,8 @@ def _network_conflicts(
             "enough depends on a clock; set it to false, or take the key out of the space"
         )
         yield "space", sentence
+
+
+def shown(values: Mapping[str, float]) -> str:
+    """Return settings as a person writes them."""
+    return ", ".join(f"{key} = {value:{'.0f' if key.startswith(ARGS) else '.4g'}}" for key, value in values.items())

@@ -1,11 +1,10 @@
-"""What the search reports, and `search.json`, by which a person controls it. Imports no torch."""
+"""`search.json`, by which a person controls the search. Imports no torch."""
 
 import logging
 import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
 
 import msgspec
 
@@ -13,86 +12,11 @@ from anabranch.core.atomic_files import replace_file
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, read_file, stamp_of
-from anabranch.core.reported import Reported
-from anabranch.learner.settings.search import ARGS
 
 CONTROL = "search.json"
 _EVERY_SECONDS = 0.5
 """Time after which the file is read again, if it has changed."""
-Judged = Literal[
-    "promoted",
-    "better",
-    "no_better",
-    "undecided",
-    "not_finite",
-    "raised",
-    "no_memory",
-    "stopped",
-    "too_slow",
-    "not_caught_up",
-]
-"""How a challenger ended: `better` is reported, not promoted; `undecided` after its longest lease; `stopped` since the
-model's settings have changed, or are pinned. Of one with its own network: `too_slow` for `serving.slo`;
-`not_caught_up` although it was taught for long."""
-
 log = logging.getLogger(__name__)
-
-
-class ChallengerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A challenger that trains, or waits for its next lease, or has ended."""
-
-    number: int
-    """From 1, over the life of the pipeline."""
-    values: dict[str, float]
-    """Its settings, by key."""
-    steps: int
-    """Steps that it was compared on."""
-    difference: float
-    """Mean difference of its measure from the model's, over these steps; positive where it is better."""
-    log_wealth: float
-    """Evidence that it is better, and what that has to reach."""
-    log_threshold: float
-    taught: int = 0
-    """Steps in which the model taught it, before it was compared; 0 unless it has its own network."""
-    outcome: Judged | None = None
-    """None: it has not ended."""
-    step: int = 0
-    """The step at which it ended."""
-
-
-class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of `[search]`."""
-
-    values: Annotated[
-        dict[str, float],
-        Reported(
-            "anabranch_search_setting", "The settings that the model trains with, by key of [search.space].", "key"
-        ),
-    ]
-    given: dict[str, float]
-    """Those of the config."""
-    pinned: bool
-    """Whether a person has fixed the model's settings."""
-    challengers: list[ChallengerReport]
-    """Those that have not ended."""
-    history: list[ChallengerReport]
-    """The newest that have ended, oldest first."""
-    outcomes: Annotated[
-        dict[str, int],
-        Reported(
-            "anabranch_search_ended_total",
-            "Challengers by how they ended, over the life of the pipeline.",
-            "outcome",
-        ),
-    ]
-    steps: Annotated[
-        int, Reported("anabranch_search_steps_total", "Steps of challengers, over the life of the pipeline.")
-    ]
-
-    @Reported("anabranch_search_challengers", "Challengers of [search] that have not ended.")
-    def num_challengers(self) -> int:
-        """How many have not ended."""
-        return len(self.challengers)
 
 
 class SearchControl(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,11 +28,6 @@ class SearchControl(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that the model takes once, by key."""
     pinned: bool = False
     """Whether the model's settings stay as they are."""
-
-
-def shown(values: Mapping[str, float]) -> str:
-    """Return settings as a person writes them."""
-    return ", ".join(f"{key} = {value:{'.0f' if key.startswith(ARGS) else '.4g'}}" for key, value in values.items())
 
 
 def read_control(state_dir: Path) -> SearchControl:

@@ -76,20 +76,6 @@ class UndoFile(msgspec.Struct, frozen=True):
     records: list[UndoRecord] = []
 
 
-class UndoReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The last record, as the learner's report has it."""
-
-    number: int
-    checkpoint: int
-    """The checkpoint that the learner returned to."""
-    offsets: int
-    """Offsets that are skipped."""
-    left: int
-    """Offsets that are still to be read again; 0 at the end."""
-    fraction: float
-    """The part that was read again, 0 to 1; 1 only at the end."""
-
-
 def read_undo(state_dir: Path) -> Sequence[UndoRecord]:
     """Return all records, by number.
 

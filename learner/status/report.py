@@ -9,7 +9,7 @@ The name, help and labels of a metric are at the field that it exports: `Learner
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,12 +18,25 @@ from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, read_file
 from anabranch.core.reported import Reported, ReportedBy
 from anabranch.learner.device.reading import DeviceReport
-from anabranch.learner.state_dir.search_control import SearchReport
-from anabranch.learner.state_dir.undo_file import UndoReport
 
 REPORT = "learner.json"
 LAG_STALE = timedelta(seconds=10)
 """Lag that is older is not reported as current. Ingest asks for the end offsets of partitions every second."""
+Judged = Literal[
+    "promoted",
+    "better",
+    "no_better",
+    "undecided",
+    "not_finite",
+    "raised",
+    "no_memory",
+    "stopped",
+    "too_slow",
+    "not_caught_up",
+]
+"""How a challenger ended: `better` is reported, not promoted; `undecided` after its longest lease; `stopped` since the
+model's settings have changed, or are pinned. Of one with its own network: `too_slow` for `serving.slo`;
+`not_caught_up` although it was taught for long."""
 
 
 class PartitionReport(msgspec.Struct, frozen=True):
@@ -252,6 +265,77 @@ class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
     """With how many the versions are compared first."""
     last: str | None = None
     """How the comparison before ended, as one sentence."""
+
+
+class UndoReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The last record, as the learner's report has it."""
+
+    number: int
+    checkpoint: int
+    """The checkpoint that the learner returned to."""
+    offsets: int
+    """Offsets that are skipped."""
+    left: int
+    """Offsets that are still to be read again; 0 at the end."""
+    fraction: float
+    """The part that was read again, 0 to 1; 1 only at the end."""
+
+
+class ChallengerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A challenger that trains, or waits for its next lease, or has ended."""
+
+    number: int
+    """From 1, over the life of the pipeline."""
+    values: dict[str, float]
+    """Its settings, by key."""
+    steps: int
+    """Steps that it was compared on."""
+    difference: float
+    """Mean difference of its measure from the model's, over these steps; positive where it is better."""
+    log_wealth: float
+    """Evidence that it is better, and what that has to reach."""
+    log_threshold: float
+    taught: int = 0
+    """Steps in which the model taught it, before it was compared; 0 unless it has its own network."""
+    outcome: Judged | None = None
+    """None: it has not ended."""
+    step: int = 0
+    """The step at which it ended."""
+
+
+class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of `[search]`."""
+
+    values: Annotated[
+        dict[str, float],
+        Reported(
+            "anabranch_search_setting", "The settings that the model trains with, by key of [search.space].", "key"
+        ),
+    ]
+    given: dict[str, float]
+    """Those of the config."""
+    pinned: bool
+    """Whether a person has fixed the model's settings."""
+    challengers: list[ChallengerReport]
+    """Those that have not ended."""
+    history: list[ChallengerReport]
+    """The newest that have ended, oldest first."""
+    outcomes: Annotated[
+        dict[str, int],
+        Reported(
+            "anabranch_search_ended_total",
+            "Challengers by how they ended, over the life of the pipeline.",
+            "outcome",
+        ),
+    ]
+    steps: Annotated[
+        int, Reported("anabranch_search_steps_total", "Steps of challengers, over the life of the pipeline.")
+    ]
+
+    @Reported("anabranch_search_challengers", "Challengers of [search] that have not ended.")
+    def num_challengers(self) -> int:
+        """How many have not ended."""
+        return len(self.challengers)
 
 
 class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):

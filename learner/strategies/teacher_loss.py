@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from anabranch.core.users_code import in_one_line
-from anabranch.learner.errors import ModelError
 from anabranch.learner.model.examples import OUTPUT, TEACHER, Examples, split_like
-from anabranch.learner.model.task import Distils, Task
+from anabranch.learner.model.task import Distils
 from anabranch.learner.strategies.base import (
     ComputeLoss,
     Forward,
@@ -29,8 +27,6 @@ from anabranch.learner.strategies.base import (
     Strategy,
     weighted,
 )
-
-_ROWS = 3
 
 
 class TeacherLoss(LossWrapper):
@@ -94,33 +90,3 @@ def kept_outputs(strategy: Strategy, shape: Sequence[int], *, taught: bool) -> d
     """
     kept = {OUTPUT: strategy.kind.keeps_output, TEACHER: taught and strategy.teaches_old}
     return {name: list(shape) if strategy.kind.replays and is_kept else None for name, is_kept in kept.items()}
-
-
-def check_distil(task: Task, name: str, output_shape: tuple[int, ...], device: torch.device) -> Distils:
-    """Return a task by which a model can learn from a teacher, after a try on outputs of the model's shape.
-
-    `name`: of the task, in the settings.
-
-    Raises:
-        ModelError: it has no method `distil`, which fails, or returns no number with a gradient for each event.
-    """
-    method = "distil(output_B, teacher_B, temperature)"
-    if not isinstance(task, Distils):
-        raise ModelError(
-            f'model.task = "{name}": {type(task).__name__} has no method {method}, with which a model learns from '
-            "[model.teacher]; write it, or remove [model.teacher]"
-        )
-    output_B, teacher_B = torch.zeros((2, _ROWS, *output_shape), device=device)
-    try:
-        result = task.distil(output_B.requires_grad_().clone(), teacher_B, 2.0)
-    except Exception as exc:  # the user's own code may raise anything
-        raise ModelError(
-            f"model.task: {type(task).__name__}.distil fails on outputs of zeros: {in_one_line(exc)}"
-        ) from exc
-    if not isinstance(result, Tensor) or result.shape != (_ROWS,) or not result.requires_grad:
-        returned = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise ModelError(
-            f"model.task: {type(task).__name__}.distil returned {returned} for {_ROWS} events; return one number "
-            "an event, [B], computed from the output in torch"
-        )
-    return task

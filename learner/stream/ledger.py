@@ -21,11 +21,11 @@ from anabranch.ingest.backfill.files import rows_of
 from anabranch.ingest.events.block import IDENTITY_COLUMNS, Array, Outcome, SkipReason
 from anabranch.ingest.events.partition import TopicPartition, latest_incarnations
 from anabranch.ingest.events.position import PartitionFingerprint, Position
-from anabranch.learner.state_dir.trained_through import PartitionProgress
 from anabranch.learner.status.report import PartitionReport
 from anabranch.learner.stream.batch import Decided, Span
 from anabranch.learner.stream.partition_ledger import PartitionLedger, by_outcome, by_reason
 from anabranch.learner.stream.record_times import RecordTimes
+from anabranch.learner.stream.trained_through import PartitionProgress
 
 _MANY = 16
 """Spans that are counted at once: calls of numpy cost more than their arithmetic."""

@@ -11,8 +11,8 @@ from anabranch.ingest.events.block import Outcome, SkipReason
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import Fingerprint, PartitionFingerprint, Position
 from anabranch.ingest.reader.cursors import Partition
-from anabranch.learner.state_dir.trained_through import PartitionProgress
 from anabranch.learner.status.report import PartitionReport
+from anabranch.learner.stream.trained_through import PartitionProgress
 
 _COUNTED: Mapping[str, type[Outcome | SkipReason]] = {
     "outcomes": Outcome,

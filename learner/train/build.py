@@ -16,6 +16,7 @@ from anabranch.learner.model.factory import (
     build_on_device,
     check_converted,
     check_copies,
+    check_distil,
     check_model,
     check_task,
     check_training_pass,
@@ -27,7 +28,7 @@ from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.strategies.base import LossWrapper
 from anabranch.learner.strategies.early_negatives import ImportanceWeights, check_early
 from anabranch.learner.strategies.registry import build_strategy
-from anabranch.learner.strategies.teacher_loss import TeacherLoss, check_distil, kept_outputs
+from anabranch.learner.strategies.teacher_loss import TeacherLoss, kept_outputs
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trial import try_steps
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from anabranch.core.failures import out_of_memory
+from anabranch.learner.device.out_of_memory import memory_error
 from anabranch.learner.model.device import Precision
 from anabranch.learner.settings.learner import LearnerSettings, ScheduleSettings
 from anabranch.learner.train.optimizers import (
@@ -20,7 +21,6 @@ from anabranch.learner.train.optimizers import (
     state_scalars,
     state_tensors,
 )
-from anabranch.learner.train.out_of_memory import memory_error
 from anabranch.learner.train.parallelism import Ranks, Weights
 
 _ONE = torch.ones(())

@@ -14,10 +14,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from anabranch.core.failures import out_of_memory
+from anabranch.learner.device.out_of_memory import halve_micro_batch
 from anabranch.learner.model.examples import Examples, Tensors, concat
 from anabranch.learner.strategies.base import MicroBatchLoss, StepWeights
 from anabranch.learner.train.micro_batches import Part, micro_batches
-from anabranch.learner.train.out_of_memory import halve_micro_batch
 from anabranch.learner.train.parallelism import PassCallbacks, PipelineStages
 from anabranch.learner.train.step_runner import Attempt, StepRunner
 

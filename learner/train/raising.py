@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from anabranch.core.failures import out_of_memory
+from anabranch.learner.device.out_of_memory import free_cached_memory
 from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import may_be_of_events
 from anabranch.learner.train.micro_batches import idle
-from anabranch.learner.train.out_of_memory import free_cached_memory
 from anabranch.learner.train.parallelism import Ranks
 
 _T = TypeVar("_T")

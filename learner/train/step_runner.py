@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from anabranch.core.failures import out_of_memory
 from anabranch.core.users_code import in_one_line
+from anabranch.learner.device.out_of_memory import free_cached_memory, halve_micro_batch, oom_warning
 from anabranch.learner.errors import MemoryShortageError, RankTooLargeError
 from anabranch.learner.model.cuda_graph import graphed_pass
 from anabranch.learner.model.embedding import TaskEmbedding
@@ -33,7 +34,6 @@ from anabranch.learner.model.faulty_events import (
 from anabranch.learner.strategies.base import ComputeLoss, Forward, MicroBatchLoss, StepWeights, overrides
 from anabranch.learner.train.micro_batches import StepHooks, idle, micro_batches, num_parts, run_graphed
 from anabranch.learner.train.optimizer_step import OptimizerStep
-from anabranch.learner.train.out_of_memory import free_cached_memory, halve_micro_batch, oom_warning
 from anabranch.learner.train.parallelism import Ranks
 from anabranch.learner.train.raising import RankFallback, RankRaisedError
 from anabranch.learner.train.setup import TrainingSetup

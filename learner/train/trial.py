@@ -16,6 +16,7 @@ from anabranch.core.failures import device_lost, out_of_memory
 from anabranch.core.users_code import in_one_line
 from anabranch.ingest.events.block import Array, BlockLayout
 from anabranch.ingest.events.schema import Schema
+from anabranch.learner.device.out_of_memory import free_cached_memory
 from anabranch.learner.errors import ModelError
 from anabranch.learner.model.embedding import Embeddings
 from anabranch.learner.model.examples import Examples
@@ -24,7 +25,6 @@ from anabranch.learner.model.faulty_events import RaisingEventsError
 from anabranch.learner.model.rng import GeneratorStates
 from anabranch.learner.model.trained_set import copy_sharing_base, load_trained
 from anabranch.learner.strategies.base import Strategy
-from anabranch.learner.train.out_of_memory import free_cached_memory
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 

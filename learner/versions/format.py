@@ -27,7 +27,7 @@ from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.state_dir.bases import copy_base
 from anabranch.learner.state_dir.folders import MANIFEST, FolderManifest, ManifestDirectory, Storage, encode_manifest
 from anabranch.learner.state_dir.origin import VersionOrigin
-from anabranch.learner.state_dir.trained_through import NewlyTrained, PartitionProgress
+from anabranch.learner.stream.trained_through import NewlyTrained, PartitionProgress
 
 if TYPE_CHECKING:
     from torch import Tensor

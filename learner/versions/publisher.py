@@ -24,9 +24,9 @@ from anabranch.learner.model.growing.pool import parts_in
 from anabranch.learner.settings.learner import VersionsSettings
 from anabranch.learner.state_dir.folders import last_of_hours
 from anabranch.learner.state_dir.origin import VersionOrigin
-from anabranch.learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.record_times import RecordTimes
+from anabranch.learner.stream.trained_through import NewlyTrained, PartitionProgress
 from anabranch.learner.versions.format import VERSION_FORMAT, Manifest, ModelReference, Verdict, Versions
 from anabranch.learner.versions.gate import QualityGate
 from anabranch.learner.versions.scores import VersionScoring

@@ -7,9 +7,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from anabranch.learner.state_dir.search_control import SearchReport, shown
-from anabranch.learner.state_dir.undo_file import UndoReport
-from anabranch.learner.status.report import LearnerReport
+from anabranch.learner.settings.search import shown
+from anabranch.learner.status.report import LearnerReport, SearchReport, UndoReport
 from anabranch.serving.reporting.report import ServingReport
 from anabranch.serving.rollout.version_list import VersionLine
 

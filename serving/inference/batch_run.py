@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from anabranch.core.failures import Failure, failure_of
-from anabranch.learner.train.out_of_memory import free_cached_memory
+from anabranch.learner.device.out_of_memory import free_cached_memory
 from anabranch.serving.errors import BadRequestError, FailedError, RequestError, UnavailableError
 from anabranch.serving.model.loaded_version import ServedVersion, is_finite
 from anabranch.serving.protocol.codec import EMBEDDING

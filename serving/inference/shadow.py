@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from anabranch.core.failures import Failure, failure_of
+from anabranch.learner.device.out_of_memory import free_cached_memory
 from anabranch.learner.errors import VersionError
-from anabranch.learner.train.out_of_memory import free_cached_memory
 from anabranch.learner.versions.format import WEIGHTS
 from anabranch.serving.metrics import ServingMetrics
 from anabranch.serving.model.deployment import Deployment

@@ -7,8 +7,8 @@ import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import Failure, failure_of
+from anabranch.learner.device.out_of_memory import explained_by_own, memory_use
 from anabranch.learner.model.device import Precision, driver_fault
-from anabranch.learner.train.out_of_memory import explained_by_own, memory_use
 from anabranch.serving.errors import DeviceError
 from anabranch.serving.settings import PrecisionName
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from anabranch.core.failures import Failure, failure_of, panics_are_errors
 from anabranch.core.users_code import in_one_line
+from anabranch.learner.device.out_of_memory import free_cached_memory
 from anabranch.learner.errors import ModelError, VersionError
 from anabranch.learner.model.embedding import Embeddings
 from anabranch.learner.model.factory import forward
 from anabranch.learner.model.growing.pool import grown, parts_in, pool_of
 from anabranch.learner.model.trained_set import bound_tensors
-from anabranch.learner.state_dir.trained_through import format_offsets, format_trained_through
-from anabranch.learner.train.out_of_memory import free_cached_memory
+from anabranch.learner.stream.trained_through import format_offsets, format_trained_through
 from anabranch.learner.versions.format import Manifest
 from anabranch.serving.freed_memory import trim_freed_memory
 from anabranch.serving.model.batch_copies import to_device, to_host

@@ -5,7 +5,7 @@ from typing import TypeVar
 import msgspec
 
 from anabranch.ingest.formats.json_text import decoded
-from anabranch.learner.state_dir.trained_through import parse_trained_through
+from anabranch.learner.stream.trained_through import parse_trained_through
 from anabranch.serving.errors import BadRequestError, shorten
 from anabranch.serving.protocol.bodies import Parameters
 

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+from anabranch.learner.device.out_of_memory import free_cached_memory
 from anabranch.learner.errors import VersionError
 from anabranch.learner.state_dir.bases import bases_in
-from anabranch.learner.train.out_of_memory import free_cached_memory
 from anabranch.learner.versions.format import Manifest, RegistryState
 from anabranch.serving.metrics import ServingMetrics
 from anabranch.serving.model.deployment import Deployment

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.state_dir.folders import Folder
-from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.stream.trained_through import PartitionProgress
 from anabranch.learner.versions.format import (
     STATE,
     Manifest,

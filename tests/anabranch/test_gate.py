@@ -11,8 +11,8 @@ import pytest
 
 from anabranch.config.loader import load_config
 from anabranch.learner.errors import VersionError
-from anabranch.learner.state_dir.trained_through import parse_trained_through
 from anabranch.learner.status.report import read_report
+from anabranch.learner.stream.trained_through import parse_trained_through
 from anabranch.learner.versions.format import Versions
 from tests.pipelines import LINEAR
 from tests.support.waiting import PATIENCE_SECONDS

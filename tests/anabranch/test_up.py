@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from anabranch.commands.demo.load_generator import request_body
-from anabranch.learner.state_dir.trained_through import parse_trained_through
+from anabranch.learner.stream.trained_through import parse_trained_through
 from tests.support.waiting import PATIENCE_SECONDS, slowness
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
 from anabranch.core.shutdown import Deadline
+from anabranch.learner.device.out_of_memory import MemoryUse
 from anabranch.learner.errors import MemoryShortageError
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train import out_of_memory as handling
 from anabranch.learner.train import trainer
-from anabranch.learner.train.out_of_memory import MemoryUse
 from anabranch.replay.background_store import BackgroundStore
 from anabranch.replay.tiers import memory
 from tests.learner import learner_bench

@@ -15,7 +15,7 @@ import torch
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.settings.model import ModelSettings
-from anabranch.learner.state_dir.trained_through import NewlyTrained, PartitionProgress
+from anabranch.learner.stream.trained_through import NewlyTrained, PartitionProgress
 from anabranch.learner.versions.format import Manifest, ModelReference, Verdict
 from anabranch.serving.model.deployment import Deployment
 from anabranch.serving.reporting.report import read_report

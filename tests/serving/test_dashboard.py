@@ -20,13 +20,13 @@ from pydantic import ValidationError
 from anabranch.learner.device.reading import DeviceReport
 from anabranch.learner.object_storage.fleet import FleetRollout, FleetServer, RolloutFile, read_servers, write_server
 from anabranch.learner.settings.storage import StorageSettings
-from anabranch.learner.state_dir.undo_file import UndoReport
 from anabranch.learner.status.report import (
     BackfillReport,
     DeviceHealthReport,
     LabelReport,
     LearnerReport,
     PartitionReport,
+    UndoReport,
     write_report,
 )
 from anabranch.serving.dashboard.status import SERIES

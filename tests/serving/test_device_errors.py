@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from anabranch.config.loader import load_config
 from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
 from anabranch.ingest.events.schema import Schema
-from anabranch.learner.train.out_of_memory import MemoryUse
+from anabranch.learner.device.out_of_memory import MemoryUse
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
 from anabranch.serving import server as serving_server

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.stream.trained_through import PartitionProgress
 from anabranch.learner.versions.format import Manifest, ModelReference
 
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from anabranch.core.stream_secret import StreamSecret
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.learner.checkpoints.stored_events import build_pipeline_store
+from anabranch.learner.device.out_of_memory import MemoryRetry
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.loop.learning_step import LearningStep
@@ -25,7 +26,6 @@ from anabranch.learner.strategies.early_negatives import ImportanceWeights
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.ledger import Ledger
 from anabranch.learner.train.build import build_training_setup
-from anabranch.learner.train.out_of_memory import MemoryRetry
 from anabranch.learner.train.step_result import StepResult
 from anabranch.learner.train.trainer import Trainer
 from anabranch.replay.background_store import BackgroundStore

@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from anabranch.commands.demo.dataset import Digits, rounded
-from anabranch.learner.state_dir.trained_through import parse_trained_through
+from anabranch.learner.stream.trained_through import parse_trained_through
 from anabranch.runtime.rate_limiter import PacedThread
 
 _TIMEOUT_SECONDS = 10.0

@@ -20,7 +20,7 @@ from anabranch.config.pipeline import Pipeline
 from anabranch.core.files import existing_folder, used_bytes
 from anabranch.core.sizes import size_text
 from anabranch.ingest.events.schema import Schema
-from anabranch.learner.state_dir.disk_space import DiskSpace, disk_space
+from anabranch.learner.preflight.disk_space import DiskSpace, disk_space
 from anabranch.replay.preflight import free_memory
 from anabranch.runtime.lifecycle import Exit
 

@@ -17,7 +17,7 @@ from anabranch.core.sizes import size_text
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import VersionError
 from anabranch.learner.object_storage.bucket_storage import storage_to_read
-from anabranch.learner.state_dir.trained_through import format_trained_through
+from anabranch.learner.stream.trained_through import format_trained_through
 from anabranch.learner.versions.format import Manifest, RegistryState, Verdict, Versions
 from anabranch.serving.rollout.eligibility import Requirements, refusal, requirements_of
 

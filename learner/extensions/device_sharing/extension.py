@@ -21,8 +21,7 @@ from anabranch.learner.device.lease import Field, Servers, Slot, hold_learner
 from anabranch.learner.extension import Extension
 from anabranch.learner.extensions.device_sharing.launches import LaunchLimiter, call_between_layers
 from anabranch.learner.extensions.device_sharing.micro_batch_pacing import MicroBatchController, TrainingBudget
-from anabranch.learner.parallel.mesh import SILENCE
-from anabranch.learner.settings.learner import DeviceSharingSettings
+from anabranch.learner.settings.learner import RANK_TIMEOUT, DeviceSharingSettings
 from anabranch.learner.settings.pipeline import ServedSettings
 from anabranch.learner.status.report import DeviceSharingReport
 from anabranch.learner.train.micro_batches import LaunchContext, StepHooks
@@ -33,7 +32,7 @@ _POLL_FRACTION = 1 / 8
 """The interval of polls, as a part of the time that training has yielded."""
 _LONGEST_SECONDS = 30.0
 """The longest stretch that training yields, so that it gets a micro-batch now and then in a flood of requests."""
-_LONGEST_IN_STEP_SECONDS = SILENCE.total_seconds() / 10
+_LONGEST_IN_STEP_SECONDS = RANK_TIMEOUT.total_seconds() / 10
 """The same over all passes of a step when there are other ranks: ranks of other hosts do not yield, wait at the end of
 a pass, and receive nothing from this one until then."""
 _LONGEST_WITHIN_SECONDS = 1.0

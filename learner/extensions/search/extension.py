@@ -22,8 +22,9 @@ from anabranch.learner.extensions.search.trainers import COPY, NETWORK, Challeng
 from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.rng import GeneratorStates
 from anabranch.learner.settings.pipeline import PipelineSettings
-from anabranch.learner.settings.search import ARGS, SearchSettings, arguments_of
-from anabranch.learner.state_dir.search_control import ControlReader, SearchControl, SearchReport, shown
+from anabranch.learner.settings.search import ARGS, SearchSettings, arguments_of, shown
+from anabranch.learner.state_dir.search_control import ControlReader, SearchControl
+from anabranch.learner.status.report import SearchReport
 from anabranch.learner.strategies.base import Strategy
 from anabranch.learner.strategies.registry import build_strategy
 from anabranch.learner.train.micro_batches import StepHooks

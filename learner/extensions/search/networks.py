@@ -16,9 +16,9 @@ from torch import nn
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import ModelError
 from anabranch.learner.model.examples import Examples
-from anabranch.learner.model.factory import build_on_device, check_model, eval_mode, forward, sample
+from anabranch.learner.model.factory import build_on_device, check_distil, check_model, eval_mode, forward, sample
 from anabranch.learner.settings.pipeline import PipelineSettings, ServedSettings
-from anabranch.learner.strategies.teacher_loss import TeacherLoss, check_distil
+from anabranch.learner.strategies.teacher_loss import TeacherLoss
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.step_runner import StepRunner
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from anabranch.learner.extensions.search.evidence import ErrorLevel, Evidence, log_threshold
-from anabranch.learner.settings.search import ARGS, Range, SearchSettings
-from anabranch.learner.state_dir.search_control import ChallengerReport, Judged, shown
+from anabranch.learner.settings.search import ARGS, Range, SearchSettings, shown
+from anabranch.learner.status.report import ChallengerReport, Judged
 
 FIRST_LEASE = 128
 """Steps of the first lease of a challenger. In 32 steps, a learning rate that is too high or too low often seems better

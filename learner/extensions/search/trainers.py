@@ -20,7 +20,7 @@ from anabranch.learner.model.faulty_events import RaisingEventsError, may_be_of_
 from anabranch.learner.model.rng import GeneratorStates, seed_rng
 from anabranch.learner.model.trained_set import base_names, copy_sharing_base, trained_state
 from anabranch.learner.settings.search import ARGS, MAX_GRAD_NORM, TUNABLE, SearchSettings, arguments_of
-from anabranch.learner.state_dir.search_control import Judged
+from anabranch.learner.status.report import Judged
 from anabranch.learner.strategies.base import Strategy
 from anabranch.learner.train.micro_batches import StepHooks
 from anabranch.learner.train.parallelism import Ranks

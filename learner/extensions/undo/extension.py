@@ -29,13 +29,13 @@ from anabranch.learner.state_dir.undo_file import (
     NAME,
     UNDONE,
     UndoRecord,
-    UndoReport,
     WentBack,
     changing,
     read_undo,
     record_return,
     stamp_of,
 )
+from anabranch.learner.status.report import UndoReport
 from anabranch.learner.stream.batches import BlockSource
 from anabranch.learner.stream.ledger import Ledger
 from anabranch.learner.stream.partition_ledger import PartitionLedger

@@ -14,7 +14,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.registry import make_format
 from anabranch.ingest.formats.rows import row_dtype
-from anabranch.learner.state_dir.trained_through import parse_trained_through
+from anabranch.learner.stream.trained_through import parse_trained_through
 from tests.support.formats import FORMATS
 
 pytestmark = pytest.mark.services

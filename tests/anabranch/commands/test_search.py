@@ -8,8 +8,8 @@ import pytest
 
 from anabranch import cli
 from anabranch.config.loader import load_config
-from anabranch.learner.state_dir.search_control import ChallengerReport, SearchReport, read_control
-from anabranch.learner.status.report import LearnerReport, write_report
+from anabranch.learner.state_dir.search_control import read_control
+from anabranch.learner.status.report import ChallengerReport, LearnerReport, SearchReport, write_report
 
 LR = "learner.optimizer.lr"
 

@@ -16,9 +16,9 @@ from anabranch.learner.evaluate.scoring import Scorer
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import CheckpointSettings, GateSettings, VersionsSettings
 from anabranch.learner.settings.model import ModelSettings
-from anabranch.learner.state_dir.trained_through import PartitionProgress
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.record_times import RecordTimes
+from anabranch.learner.stream.trained_through import PartitionProgress
 from anabranch.learner.versions.format import Versions, reference_to
 from anabranch.learner.versions.gate import QualityGate
 from anabranch.learner.versions.publisher import Publisher, Snapshot, VersionWriter

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from anabranch.learner import assembly
-from anabranch.learner.assembly import Assembly
-from anabranch.learner.errors import StoppedEarlyError
+from anabranch.learner.assembly import Assembly, StoppedEarlyError
 from tests.support.ports import first_free_port
 
 

@@ -21,7 +21,7 @@ from anabranch.learner.object_storage.head import OBJECTS, HeadReader, folder_pa
 from anabranch.learner.object_storage.lease import Lease
 from anabranch.learner.state_dir.bases import bases_in
 from anabranch.learner.state_dir.folders import MANIFEST
-from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.stream.trained_through import PartitionProgress
 from anabranch.learner.versions.format import Verdict, Versions
 from anabranch.replay.erasure.erased_events import ByRange
 from anabranch.replay.erasure.erasure_log import NAME, ErasureLog

@@ -238,10 +238,10 @@ def test_nccls_last_collectives_are_recorded_in_the_state_directory_where_there_
     environment: dict[str, str] = {"TORCH_FR_BUFFER_SIZE": "7"}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    record_collectives(tmp_path / "traces")
+    record_collectives(tmp_path)
     assert (environment, list(tmp_path.iterdir())) == ({"TORCH_FR_BUFFER_SIZE": "7"}, [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    record_collectives(tmp_path / "traces")
+    record_collectives(tmp_path)
     assert (tmp_path / "traces").is_dir()
     assert environment == {
         "TORCH_FR_BUFFER_SIZE": "7",

@@ -8,9 +8,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import anabranch.learner.parallel.mesh
 from anabranch.core.errors import SettingsError
-from anabranch.learner.parallel.mesh import SILENCE, Mesh, num_row_groups
+from anabranch.learner.parallel.mesh import Mesh, num_row_groups
 from anabranch.learner.parallel.process_group import leave_group
-from anabranch.learner.settings.learner import LearnerSettings
+from anabranch.learner.settings.learner import RANK_TIMEOUT, LearnerSettings
 
 
 def settings(replicas, **mesh):
@@ -105,7 +105,7 @@ def test_all_groups_time_out_as_that_of_all_ranks_does(monkeypatch):
         mesh.group("data")
     finally:
         leave_group()
-    assert timeouts == [SILENCE] * 4
+    assert timeouts == [RANK_TIMEOUT] * 4
 
 
 def test_a_mesh_of_another_number_of_ranks_is_refused():

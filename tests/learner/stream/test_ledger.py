@@ -18,10 +18,10 @@ from anabranch.ingest.events.position import Fingerprint, Position
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.metrics import IngestMetrics
 from anabranch.ingest.reader.cursors import Partition
-from anabranch.learner.state_dir.trained_through import PartitionProgress
 from anabranch.learner.stream.batch import Batch, Decided, Span
 from anabranch.learner.stream.batches import Batches
 from anabranch.learner.stream.ledger import Ledger
+from anabranch.learner.stream.trained_through import PartitionProgress
 
 NAMES = [TopicPartition("events", 0), TopicPartition("events", 1)]
 

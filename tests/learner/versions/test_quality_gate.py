@@ -22,9 +22,9 @@ from anabranch.learner.evaluate.scoring import Scorer
 from anabranch.learner.model.task import Classification, MultiLabel
 from anabranch.learner.settings.learner import GateSettings, VersionsSettings
 from anabranch.learner.settings.model import ModelSettings
-from anabranch.learner.state_dir.trained_through import PartitionProgress
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.record_times import RecordTimes
+from anabranch.learner.stream.trained_through import PartitionProgress
 from anabranch.learner.versions.format import RegistryState, Verdict, Versions, reference_to
 from anabranch.learner.versions.gate import MONITOR_ENOUGH, MONITOR_ROWS, QualityGate
 from anabranch.learner.versions.publisher import Publisher, Snapshot, VersionWriter

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from anabranch.core import atomic_files as files
 from anabranch.learner.errors import VersionError
 from anabranch.learner.settings.model import ModelSettings
-from anabranch.learner.state_dir.trained_through import PartitionProgress, format_trained_through, parse_trained_through
+from anabranch.learner.stream.trained_through import PartitionProgress, format_trained_through, parse_trained_through
 from anabranch.learner.versions.format import (
     Manifest,
     ModelReference,

@@ -3,9 +3,7 @@
 import msgspec
 import pytest
 
-from anabranch.learner.state_dir.search_control import ChallengerReport, SearchReport
-from anabranch.learner.state_dir.undo_file import UndoReport
-from anabranch.learner.status.report import LearnerReport
+from anabranch.learner.status.report import ChallengerReport, LearnerReport, SearchReport, UndoReport
 from anabranch.serving.dashboard.events import KINDS, Event, EventDetector, EventLog
 from anabranch.serving.reporting.report import ServingReport
 from anabranch.serving.rollout.version_list import VersionLine

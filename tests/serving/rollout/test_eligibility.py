@@ -2,7 +2,7 @@
 
 import pytest
 
-from anabranch.learner.state_dir.trained_through import PartitionProgress
+from anabranch.learner.stream.trained_through import PartitionProgress
 from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict
 from anabranch.serving.rollout.eligibility import Requirements, lowered, misfit, refusal, withheld
 

@@ -29,7 +29,7 @@ from prometheus_client import CollectorRegistry
 from anabranch.core.atomic_files import replace_file
 from anabranch.learner.errors import ModelError
 from anabranch.learner.state_dir.folders import MANIFEST, Folder
-from anabranch.learner.state_dir.trained_through import NewlyTrained
+from anabranch.learner.stream.trained_through import NewlyTrained
 from anabranch.learner.versions.format import VERDICT, WEIGHTS, ModelReference, RegistryState, Verdict
 from anabranch.serving.errors import ConflictError, NotFoundError, UnavailableError
 from anabranch.serving.metrics import ServingMetrics

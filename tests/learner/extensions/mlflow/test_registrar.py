@@ -13,7 +13,7 @@ from anabranch.learner.extensions.mlflow import extension as module
 from anabranch.learner.extensions.mlflow.extension import NAME, WITHDRAWN, Registrar
 from anabranch.learner.extensions.mlflow.mlflow_client import MlflowClientRegistry
 from anabranch.learner.settings.mlflow import MlflowSettings
-from anabranch.learner.state_dir.trained_through import NewlyTrained
+from anabranch.learner.stream.trained_through import NewlyTrained
 from anabranch.learner.versions.format import RegistryState, Verdict, Versions
 from tests.support.manifests import manifest_of
 

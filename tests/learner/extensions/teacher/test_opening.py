@@ -14,12 +14,11 @@ from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.errors import ModelError, TeacherError, VersionError
 from anabranch.learner.evaluate.chunks import Chunks
 from anabranch.learner.extensions.teacher.opening import ModuleTeacher, open_teacher
-from anabranch.learner.model.factory import build_on_device
+from anabranch.learner.model.factory import build_on_device, check_distil
 from anabranch.learner.model.task import Classification
 from anabranch.learner.model.trained_set import trained_state, write_base
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.state_dir.bases import bases_in
-from anabranch.learner.strategies.teacher_loss import check_distil
 from anabranch.learner.versions.format import RegistryState, Verdict, Versions, reference_to
 from tests.support.manifests import manifest_of
 

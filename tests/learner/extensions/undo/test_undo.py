@@ -34,9 +34,9 @@ from anabranch.learner.extensions.undo.extension import Undo, UndoneEvents, go_b
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.features.learned import FeatureLearning
 from anabranch.learner.state_dir.folders import Folder, Storage
-from anabranch.learner.state_dir.trained_through import PartitionProgress
 from anabranch.learner.state_dir.undo_file import LOCK, NAME, UndoRecord, WentBack, append_record, ranges_of, read_undo
 from anabranch.learner.stream.partition_ledger import PartitionLedger
+from anabranch.learner.stream.trained_through import PartitionProgress
 from anabranch.learner.versions.format import WEIGHTS, ModelReference, Versions
 from anabranch.learner.versions.tainted import seen_by_version
 from anabranch.replay.erasure.erased_events import ByRange

@@ -6,9 +6,9 @@ import torch
 
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.fake import fake_columns
-from anabranch.learner.evaluate.forgetting import ENOUGH, Probe
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.replay_ratio import AdaptiveReplayRatio, ScoreSum
+from anabranch.learner.loop.replay_feed import ENOUGH, Probe
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import LearnerSettings

@@ -16,6 +16,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.failures import out_of_memory
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.learner import __main__ as program
+from anabranch.learner.device.out_of_memory import MemoryRetry, MemoryUse, halve_micro_batch, memory_error
 from anabranch.learner.errors import MemoryShortageError
 from anabranch.learner.evaluate.scoring import Scorer
 from anabranch.learner.model.converter import ModelContext
@@ -25,7 +26,6 @@ from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train import out_of_memory as handling
 from anabranch.learner.train.converters import Recomputation
-from anabranch.learner.train.out_of_memory import MemoryRetry, MemoryUse, halve_micro_batch, memory_error
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from anabranch.replay import build

@@ -4,8 +4,8 @@ import json
 
 import torch
 
+from anabranch.learner.loop.profiler import ProfilerWindow
 from anabranch.learner.settings.learner import ProfileSettings
-from anabranch.learner.train.profiler import ProfilerWindow
 
 
 def run(tracing, steps):
