@@ -199,11 +199,12 @@ def _sections(
     """
     if path:
         heading = f"[{path}]" + (f" with `{next(iter(documented_fields(model)))}`" if one_of else "")
-        yield f"\n### {heading}\n\n{_line(meaning or model.__doc__)}\n"
+        yield f"\n### {heading}\n\n"
         if model in known and model is not FieldSettings:
             anchor = re.sub(r"[^\w\- ]", "", known[model]).lower().replace(" ", "-")
-            yield f"\nIts keys are those of [{known[model].replace('[', '').replace(']', '')}](#{anchor}).\n"
+            yield f"Its keys are those of [{known[model].replace('[', '').replace(']', '')}](#{anchor}).\n"
             return
+        yield f"{_line(meaning or model.__doc__)}\n"
         known[model] = heading
     inside: list[tuple[str, type[BaseModel], str | None, bool]] = []
     rows = []
