@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
 from anabranch.core.shutdown import Deadline
+from anabranch.learner.device import out_of_memory as handling
 from anabranch.learner.device.out_of_memory import MemoryUse
 from anabranch.learner.errors import MemoryShortageError
 from anabranch.learner.strategies.registry import STRATEGIES
-from anabranch.learner.train import out_of_memory as handling
 from anabranch.learner.train import trainer
 from anabranch.replay.background_store import BackgroundStore
 from anabranch.replay.tiers import memory

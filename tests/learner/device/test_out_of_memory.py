@@ -16,6 +16,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.failures import out_of_memory
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.learner import __main__ as program
+from anabranch.learner.device import out_of_memory as handling
 from anabranch.learner.device.out_of_memory import MemoryRetry, MemoryUse, halve_micro_batch, memory_error
 from anabranch.learner.errors import MemoryShortageError
 from anabranch.learner.evaluate.scoring import Scorer
@@ -24,7 +25,6 @@ from anabranch.learner.model.device import Precision, choose_precision
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.strategies.registry import STRATEGIES
-from anabranch.learner.train import out_of_memory as handling
 from anabranch.learner.train.converters import Recomputation
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
