@@ -93,6 +93,7 @@ _TAIL = """\
 | `checkpoints/<number>/manifest.json` | what the checkpoint is, and the digest of every file; without it the checkpoint does not exist |
 | `replay/rank-0/<number>.rows` | the disk tier: the events that checkpoints name |
 | `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those checkpoints were not there |
+| `labels/rank-0/` | files as of the disk tier, with the events that wait for labels |
 | `secret.key` | the secret by which events are held out, kept and sampled |
 | `erasures.log` | what was erased, up to which offsets, and what that removed; packed when it is long |
 | `erasures.key` | the secret for the hashes of keys in `erasures.log` |
@@ -105,7 +106,7 @@ _TAIL = """\
 | `learner.lock` | held by the one learner |
 | `generation` | how many learners have held the lock; with `[storage]` that of the lease, if it is later |
 | `storage-holder` | with `[storage]`: the id by which the next learner recognizes its lease, and takes it at once; in mode `only` the URL of the state |
-| `fetched/` | with `[storage]`: copies of objects, while they are needed |
+| `fetched/`, `fetching/` | with `[storage]`: copies of objects while they are needed, and of a checkpoint until it is complete |
 | `traces/steps-<first>-<last>.json` | a trace of some steps, by `learner.profile` |
 | `device_sharing/server-<n>`, `device_sharing/learner-<n>` | by which a server says that it needs the device, a rank that it yields |
 
