@@ -27,11 +27,9 @@ from anabranch.ingest.metrics import IngestMetrics
 from anabranch.ingest.reader.reader import BlockReader
 from anabranch.learner.checkpoints.background_erasure import BackgroundErasure
 from anabranch.learner.checkpoints.checkpointer import Checkpointer
-from anabranch.learner.checkpoints.erasure import Erasure
 from anabranch.learner.checkpoints.format import Checkpoints
 from anabranch.learner.checkpoints.part_formats import WAITING_EVENTS
 from anabranch.learner.checkpoints.parts import StorePart
-from anabranch.learner.checkpoints.resume import ResumePoint, check_stream, resume_point
 from anabranch.learner.device.cuda_limits import confined, prepare_cuda, using_device
 from anabranch.learner.device.out_of_memory import MemoryRetry, oom_warning
 from anabranch.learner.device.speed_check import time_product
@@ -52,10 +50,12 @@ from anabranch.learner.extensions.storage.extension import Mirror, open_mirror
 from anabranch.learner.extensions.teacher.extension import TeacherFeed
 from anabranch.learner.extensions.teacher.opening import open_teacher
 from anabranch.learner.extensions.undo.extension import Undo, UndoneEvents, go_back, undone_with_storage
+from anabranch.learner.loop.erasure import Erasure
 from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
 from anabranch.learner.loop.profiler import ProfilerWindow
 from anabranch.learner.loop.replay_feed import make_feed
 from anabranch.learner.loop.reporter import Reporter
+from anabranch.learner.loop.resume import ResumePoint, check_stream, resume_point
 from anabranch.learner.loop.training_loop import Task, TrainingLoop
 from anabranch.learner.model.device import (
     UnusedDevice,

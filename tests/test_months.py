@@ -35,11 +35,11 @@ from anabranch.ingest.settings.stream import LagPolicySettings, SchemaSettings
 from anabranch.ingest.worker.stalled_partitions import StallDetector
 from anabranch.learner.checkpoints.checkpointer import CheckpointPruning
 from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
-from anabranch.learner.checkpoints.tombstones import Tombstones
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.replay_ratio import AdaptiveReplayRatio, ScoreSum
 from anabranch.learner.evaluate.stream_monitor import Drift, Prequential, Scored
 from anabranch.learner.loop.reporter import Reporter
+from anabranch.learner.loop.tombstones import Tombstones
 from anabranch.learner.model.faulty_events import Raised
 from anabranch.learner.settings.learner import DriftSettings, GateSettings, VersionsSettings
 from anabranch.learner.settings.model import ModelSettings
@@ -366,7 +366,7 @@ def year(tmp_path, monkeypatch):
     for name, bound in (
         ("anabranch.learner.stream.record_times._MOST", 200),
         ("anabranch.learner.stream.record_times._THINNED", 50),
-        ("anabranch.learner.checkpoints.tombstones._MANY", 200),
+        ("anabranch.learner.loop.tombstones._MANY", 200),
         ("anabranch.replay.erasure.erasure_log._SMALL_BYTES", 20_000),
         ("anabranch.serving.metrics._WINDOW_SAMPLES", 50),
         ("anabranch.serving.metrics._WINDOW_SWAPS", 50),

@@ -1,1 +1,1 @@
-"""Writes checkpoints, and takes erased events out of them."""
+"""Checkpoints: their format, when they are written, and how erased events leave them."""

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from anabranch.core.errors import DependencyError
 from anabranch.core.shutdown import Deadline
 from anabranch.ingest.events.identity import partition_name
-from anabranch.ingest.events.partition import latest_incarnations
+from anabranch.ingest.events.partition import TopicPartition, latest_incarnations
+from anabranch.ingest.events.position import Position
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.learner.checkpoints.checkpointer import Checkpointer
 from anabranch.learner.checkpoints.erase_checkpoints import Eraser, applied_to_all
 from anabranch.learner.checkpoints.format import Checkpoints
 from anabranch.learner.checkpoints.parts import CheckpointPart
-from anabranch.learner.checkpoints.tombstones import Positions
 from anabranch.replay.erasure.erased_events import ErasedEvents
 from anabranch.replay.erasure.erasure_log import COMMAND, Applied, ErasureLog, now
 
@@ -31,6 +31,9 @@ _LONGEST_GATHERING = 60.0
 """Seconds, at most; but at least as long as the rewrite took."""
 _ABOVE_ALL = 2**62
 """Above the end of any file."""
+
+Positions = Callable[[], Mapping[TopicPartition, Position]]
+"""Returns the first event of each partition without an outcome."""
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from anabranch.core.stream_secret import SECRET_FILE
 from anabranch.ingest.metrics import IngestMetrics
 from anabranch.ingest.reader.reader import BlockReader
 from anabranch.learner.checkpoints.checkpointer import CapturedState, Checkpointer
-from anabranch.learner.checkpoints.erasure import Erasure
 from anabranch.learner.checkpoints.format import ERASED, EXTENSION, Checkpoint
 from anabranch.learner.errors import MisfitError
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.extension import Extension, overriding
+from anabranch.learner.loop.erasure import Erasure
 from anabranch.learner.loop.replay_feed import ReplayFeed
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.lag import LagPolicy

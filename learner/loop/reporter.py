@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.ingest.transport.protocol import HistoryProgress
-from anabranch.learner.checkpoints.tombstones import TombstoneWatch
 from anabranch.learner.evaluate.holdout import HeldOutShare
 from anabranch.learner.extension import overriding
 from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
+from anabranch.learner.loop.tombstones import TombstoneWatch
 from anabranch.learner.loop.training_loop import TrainingLoop
 from anabranch.learner.model.features.learned import LearnedFeatures, features_of
 from anabranch.learner.model.features.numbers import FELL, LearnedNumber

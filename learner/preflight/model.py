@@ -11,7 +11,7 @@ from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import Failure, failure_of
 from anabranch.core.preflight import Finding, ok, problem, warning
 from anabranch.ingest.events.schema import Schema
-from anabranch.learner.checkpoints.resume import try_newest
+from anabranch.learner.loop.resume import try_newest
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.device import (
     Precision,

@@ -23,10 +23,8 @@ from anabranch.ingest.settings.stream import HoldOut, LagPolicySettings, StreamS
 from anabranch.learner.assembly import between_steps
 from anabranch.learner.checkpoints.background_erasure import BackgroundErasure
 from anabranch.learner.checkpoints.checkpointer import Checkpointer
-from anabranch.learner.checkpoints.erasure import Erasure
 from anabranch.learner.checkpoints.format import RANK, Checkpoints
 from anabranch.learner.checkpoints.parts import StorePart, unpack
-from anabranch.learner.checkpoints.stored_events import most_added
 from anabranch.learner.evaluate.event_time import EventTimePredictor
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.scoring import Scorer
@@ -37,8 +35,10 @@ from anabranch.learner.extensions.late_labels.join_part import open_join
 from anabranch.learner.extensions.late_labels.stream_times import LabelClock
 from anabranch.learner.extensions.search.extension import ChallengerSearch
 from anabranch.learner.extensions.teacher.extension import TeacherFeed
+from anabranch.learner.loop.erasure import Erasure
 from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
 from anabranch.learner.loop.replay_feed import make_feed
+from anabranch.learner.loop.stored_events import most_added
 from anabranch.learner.loop.training_loop import TrainingLoop
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.embedding import Embedding

@@ -12,8 +12,8 @@ from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import Position
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.learner.checkpoints.background_erasure import BackgroundErasure
-from anabranch.learner.checkpoints.erasure import Erasure
 from anabranch.learner.checkpoints.format import ERASED
+from anabranch.learner.loop.erasure import Erasure
 from anabranch.replay.erasure.erased_events import ByKey
 from anabranch.replay.erasure.erasure_log import Applied, ErasureLog
 
@@ -52,7 +52,7 @@ def test_a_long_log_is_compacted_and_an_unreadable_one_is_tried_again(tmp_path, 
         raise DependencyError("erasures.log cannot be read: Stale file handle")
 
     monkeypatch.setattr("anabranch.learner.checkpoints.background_erasure._RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("anabranch.learner.checkpoints.erasure._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.learner.loop.erasure._EVERY_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(ErasureLog, "compact", unreachable)
         for _ in range(5):
@@ -69,7 +69,7 @@ def test_a_long_log_is_compacted_and_an_unreadable_one_is_tried_again(tmp_path, 
 
 def test_records_below_the_log_start_and_the_position_of_their_partition_are_dropped(tmp_path, monkeypatch):
     """An earlier incarnation of a partition counts as read up to the log start of the latest one."""
-    monkeypatch.setattr("anabranch.learner.checkpoints.erasure._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.learner.loop.erasure._EVERY_SECONDS", 0.0)
     monkeypatch.setattr(ErasureLog, "is_long", True)
     names = [TopicPartition("e", 0), TopicPartition("e", 1), TopicPartition("e", 0, 1), TopicPartition("gone", 0)]
     ends = [{"e#0[0]": 50}, {"e#0[0]": 51}, {"e#1[0]": 50}, {"e#1[0]": 51}, {"e#0[1]": 30}, {"e#0[1]": 31}]
@@ -99,7 +99,7 @@ def test_records_below_the_log_start_and_the_position_of_their_partition_are_dro
 @pytest.mark.parametrize("has_history", [True, False])
 def test_files_hold_records_back_until_the_history_is_removed_from_the_settings(tmp_path, monkeypatch, *, has_history):
     """A learner that begins again reads them, with the events that are erased."""
-    monkeypatch.setattr("anabranch.learner.checkpoints.erasure._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.learner.loop.erasure._EVERY_SECONDS", 0.0)
     monkeypatch.setattr(ErasureLog, "is_long", True)
     names = [TopicPartition("history", 0, 0, 1), TopicPartition("history.2", 0, 0, 2), TopicPartition("e", 0)]
     written = ErasureLog(tmp_path / "erasures.log")

@@ -14,8 +14,8 @@ import torch
 from anabranch.learner.checkpoints.checkpointer import CheckpointPruning
 from anabranch.learner.checkpoints.erase_checkpoints import Eraser
 from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
-from anabranch.learner.checkpoints.resume import ResumePoint
 from anabranch.learner.errors import CheckpointError, VersionError
+from anabranch.learner.loop.resume import ResumePoint
 from anabranch.learner.state_dir.folders import Storage
 from anabranch.learner.versions.format import RegistryState, Verdict, Versions
 from anabranch.replay.erasure.erased_events import ByKey, ErasedEvents

@@ -22,8 +22,8 @@ from anabranch.ingest.reader.cursors import Partition
 from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.learner.assembly import learn
 from anabranch.learner.checkpoints.format import RANK, Checkpoint, Checkpoints
-from anabranch.learner.checkpoints.resume import ResumePoint, check_stream
 from anabranch.learner.errors import CheckpointError
+from anabranch.learner.loop.resume import ResumePoint, check_stream
 from anabranch.learner.object_storage.opening import holder_of, lease_storage, record_mode
 from anabranch.learner.settings.learner import DeviceSharingSettings, LearnerSettings
 from anabranch.learner.settings.model import ModelSettings

@@ -9,7 +9,7 @@ from anabranch.ingest.events.block import Block, Coverage
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.settings.stream import LagPolicySettings, StreamSettings
 from anabranch.ingest.transport.shared_ring import MOST_ROWS
-from anabranch.learner.checkpoints.stored_events import most_added
+from anabranch.learner.loop.stored_events import most_added
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.stream.batches import Batches
 

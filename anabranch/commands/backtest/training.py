@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from anabranch.core.stream_secret import StreamSecret
 from anabranch.ingest.events.partition import TopicPartition
-from anabranch.learner.checkpoints.stored_events import build_pipeline_store
 from anabranch.learner.device.out_of_memory import MemoryRetry
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.loop.learning_step import LearningStep
 from anabranch.learner.loop.loop_state import StepState
 from anabranch.learner.loop.replay_feed import make_feed
+from anabranch.learner.loop.stored_events import build_pipeline_store
 from anabranch.learner.model.rng import GeneratorStates
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.status.metrics import LearnerMetrics

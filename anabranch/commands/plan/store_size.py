@@ -7,7 +7,7 @@ import numpy as np
 from anabranch.commands.plan.constants import Constants
 from anabranch.config.pipeline import Pipeline
 from anabranch.ingest.events.schema import Schema
-from anabranch.learner.checkpoints.stored_events import most_added
+from anabranch.learner.loop.stored_events import most_added
 from anabranch.replay.build import store_size
 from anabranch.replay.reservoir.event_table import RECORD
 from anabranch.replay.row_layout import RowLayout

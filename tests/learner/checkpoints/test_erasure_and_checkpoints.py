@@ -10,10 +10,10 @@ from anabranch.core.shutdown import Deadline
 from anabranch.learner.checkpoints.background_erasure import BackgroundErasure
 from anabranch.learner.checkpoints.checkpointer import CheckpointPruning
 from anabranch.learner.checkpoints.erase_checkpoints import applied_to_all
-from anabranch.learner.checkpoints.erasure import Erasure
 from anabranch.learner.checkpoints.format import RANK
-from anabranch.learner.checkpoints.resume import ResumePoint
 from anabranch.learner.errors import MisfitError
+from anabranch.learner.loop.erasure import Erasure
+from anabranch.learner.loop.resume import ResumePoint
 from anabranch.replay.erasure.erased_events import ByKey
 from anabranch.replay.erasure.erasure_log import Applied, ErasureLog
 from anabranch.replay.tiers.disk import DiskTier

@@ -23,8 +23,8 @@ from anabranch.learner.checkpoints.checkpointer import CapturedState, Checkpoint
 from anabranch.learner.checkpoints.erase_checkpoints import Eraser
 from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints, age_of, newest_age
 from anabranch.learner.checkpoints.parts import CapturedPart, CheckpointPart, PackedPart
-from anabranch.learner.checkpoints.resume import resume_point
 from anabranch.learner.errors import CheckpointError, MisfitError, SecondLearnerError
+from anabranch.learner.loop.resume import resume_point
 from anabranch.learner.object_storage.bucket_storage import storage_to_read
 from anabranch.learner.object_storage.fetching import fetch_checkpoint, fetch_versions
 from anabranch.learner.object_storage.opening import (

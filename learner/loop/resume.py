@@ -17,8 +17,8 @@ from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.learner.checkpoints.erase_checkpoints import without_erased
 from anabranch.learner.checkpoints.format import ERASED, Age, Checkpoint, Checkpoints, age_of, check_age, newest_age
 from anabranch.learner.checkpoints.parts import unpack
-from anabranch.learner.checkpoints.stored_events import check_columns, open_store
 from anabranch.learner.errors import CheckpointError, MisfitError
+from anabranch.learner.loop.stored_events import check_columns, open_store
 from anabranch.learner.model.trained_set import base_digest
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.state_dir.folders import other_base

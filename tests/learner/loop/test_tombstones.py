@@ -9,8 +9,8 @@ from anabranch.ingest.events.block import Outcome, SkipReason
 from anabranch.ingest.events.identity import partition_base, partition_name
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import Position
-from anabranch.learner.checkpoints import tombstones
-from anabranch.learner.checkpoints.tombstones import Tombstones
+from anabranch.learner.loop import tombstones
+from anabranch.learner.loop.tombstones import Tombstones
 from anabranch.learner.stream.batch import Span
 from anabranch.replay.erasure.erased_events import ByKey, ErasedEvents
 

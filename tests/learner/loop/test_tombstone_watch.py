@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch.ingest.events.key_forms import PLAIN
-from anabranch.learner.checkpoints.tombstones import TombstoneWatch
+from anabranch.learner.loop.tombstones import TombstoneWatch
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from anabranch.ingest.events.block import Array, Outcome, SkipReason
 from anabranch.ingest.events.identity import partition_base
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.reader.cursors import Partition
-from anabranch.learner.checkpoints.background_erasure import BackgroundErasure
+from anabranch.learner.checkpoints.background_erasure import BackgroundErasure, Positions
 from anabranch.learner.checkpoints.part_formats import Covers
-from anabranch.learner.checkpoints.tombstones import Positions, Tombstones
 from anabranch.learner.evaluate.holdout import HoldoutSet
+from anabranch.learner.loop.tombstones import Tombstones
 from anabranch.learner.stream.batch import Batch, Span
 from anabranch.replay.erasure.erased_events import ByKey, ErasedEvents, Record
 from anabranch.replay.erasure.erasure_log import ErasureLog

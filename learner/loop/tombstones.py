@@ -12,6 +12,7 @@ from anabranch.ingest.events.identity import partition_name
 from anabranch.ingest.events.key_forms import PLAIN
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import Position
+from anabranch.learner.checkpoints.background_erasure import Positions
 from anabranch.learner.stream.batch import Span
 from anabranch.replay.erasure.erased_events import ByKey
 from anabranch.replay.erasure.erasure_log import now
@@ -22,8 +23,6 @@ _MANY_WITHOUT_EFFECT = 10
 """Tombstones with keys of the right form that may all erase nothing: their events may have left the store."""
 _TOMBSTONE = np.uint8(SkipReason.TOMBSTONE)
 _EVENT = np.dtype([("key_hash", "u8"), ("offset", "i8"), ("partition", "i4")])
-
-Positions = Callable[[], Mapping[TopicPartition, Position]]
 
 
 class Tombstones:
