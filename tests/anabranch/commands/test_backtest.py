@@ -16,7 +16,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.features import Number
 from anabranch.ingest.settings.stream import SchemaSettings
-from anabranch.learner.checkpoints import stored_events
+from anabranch.learner.loop import stored_events
 from anabranch.learner.loop.learning_step import LearningStep
 from anabranch.replay.build import build_store
 from anabranch.replay.store import Store
