@@ -25,6 +25,7 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import UNDECODABLE
 from anabranch.ingest.events.schema import Feature, Schema
+from anabranch.ingest.formats.event_fields import event_of, in_units
 from anabranch.ingest.formats.json_text import decoded
 from anabranch.serving.reporting.report import read_report
 
@@ -69,7 +70,7 @@ def predictions(
         inputs = {tensor.name: tensor.datatype for tensor in metadata.inputs}
         with open_source(path, kind, delimiter, schema, checked=True) as source:
             for record in source:
-                event = _event(record)
+                event = _event(schema, record)
                 body = json.dumps({"inputs": tensors_of(schema, event, inputs, record.location)}, allow_nan=False)
                 reply = _ask(connection, "POST", f"{url}/infer", body, headers, _Reply)
                 yield {"version": reply.model_version, **{each.name: _first(each) for each in reply.outputs}}
@@ -111,15 +112,19 @@ def _ask(
     return msgspec.json.decode(body, type=kind)
 
 
-def _event(record: FileRecord) -> Mapping[str, Any]:
+def _event(schema: Schema, record: FileRecord) -> Mapping[str, Any]:
     if record.fault:
         raise SettingsError(f"{record.location}: {record.fault}")
     if not isinstance(record.content, bytes):
         return record.content
     try:
-        return decoded(partial(msgspec.json.decode, type=dict[str, Any]), record.content)
+        document = decoded(partial(msgspec.json.decode, type=dict[str, Any]), record.content)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise SettingsError(f"{record.location}: it is not a JSON object: {exc}") from exc
+    try:
+        return {name: in_units(schema, name, value) for name, value in event_of(schema, document).items()}
+    except ValueError as exc:
+        raise SettingsError(f"{record.location}: {exc.args[-1]!r} is no ISO time") from exc
 
 
 def tensors_of(

@@ -25,8 +25,8 @@ from anabranch.commands.event_files.files import (
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
-from anabranch.ingest.formats.base import seconds_of
 from anabranch.ingest.formats.envelopes.cloud_events import binary_headers
+from anabranch.ingest.formats.event_fields import event_of, in_units
 from anabranch.ingest.formats.json_text import decoded
 from anabranch.ingest.formats.registry import make_format
 from anabranch.ingest.kafka.producer import EventProducer, create_topics
@@ -227,20 +227,19 @@ class _Encoder:
         try:
             if isinstance(content, bytes) and (not self._checked or (self._is_json and not self.schema.key)):
                 return _Message(record.location, content)
-            event = _object(content) if isinstance(content, bytes) else self._labelled(content)
+            event = event_of(self.schema, _object(content)) if isinstance(content, bytes) else self._labelled(content)
             key = event.get(self.schema.key) if self.schema.key else None
             if self._is_json:
                 value = content if isinstance(content, bytes) else self._pack([event])
             else:
-                value = self._pack([self._with_seconds(event)])
+                value = self._pack([self._with_numbers(event)])
         except (SettingsError, TypeError, ValueError) as exc:
             return _Message(record.location, fault=str(exc).removeprefix("event 0: "))
         return _Message(record.location, value, None if key is None else str(key).encode())
 
-    def _with_seconds(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return an event whose time is a number, as formats that are not JSON need it."""
-        time = event.get(self.schema.time) if self.schema.time else None
-        return {**event, self.schema.time: seconds_of(time)} if isinstance(time, str) and self.schema.time else event
+    def _with_numbers(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return an event whose times are numbers, as formats that are not JSON need it."""
+        return {name: in_units(self.schema, name, value) for name, value in event.items()}
 
     def _labelled(self, event: dict[str, Any]) -> dict[str, Any]:
         """Leave out a label of NaN, which is how tables of numbers say that there is none."""

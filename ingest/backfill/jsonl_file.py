@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from anabranch.ingest.backfill.row_tables import CHUNK_ROWS, Decoder, FileRows, RowTables, Seek
 from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_than_lines, start_of, unpacked
-from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.events.schema import UNITS, Schema
 from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined, seconds_of
 from anabranch.ingest.formats.json import JsonFormat
 from anabranch.ingest.formats.json_text import decoded
@@ -110,8 +110,11 @@ class LineDecoder(Decoder):
         super().__init__(schema)
         self._format = JsonFormat(schema)
         self._longest = longest
-        kind = msgspec.defstruct("Time", [("time", float | str | None, None)], rename={"time": time or ""})
-        self._time = None if time is None else msgspec.json.Decoder(kind)
+        self._time, self._unit = time and schema.path(time), schema.time_unit if time == schema.time else "s"
+        kind: Any = float | str | None
+        for part in reversed(self._time or ()):
+            kind = msgspec.defstruct("Level", [("inner", kind | None, None)], rename={"inner": part})
+        self._times = msgspec.json.Decoder(kind)
 
     @override
     def columns_in(self, schema: Any) -> list[str]:
@@ -148,11 +151,14 @@ class LineDecoder(Decoder):
 
     def _time_of(self, line: bytes) -> int:
         """Return the time of a line in milliseconds since 1970; 0 where it has none that can be read."""
-        assert self._time is not None
         try:
-            time: float | str | None = msgspec.structs.asdict(decoded(self._time.decode, line))["time"]
+            time: Any = decoded(self._times.decode, line)
+            while isinstance(time, msgspec.Struct):
+                time = getattr(time, "inner")  # noqa: B009 a struct that mypy does not know
             if isinstance(time, str):
                 time = seconds_of(time)
+            elif time is not None:
+                time /= UNITS[self._unit][0]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
             return 0
         return round(min(time, 2**52) * 1000) if time is not None and time > -(2**52) else 0

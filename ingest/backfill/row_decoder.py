@@ -18,7 +18,15 @@ from typing_extensions import override
 from anabranch.ingest.backfill.row_tables import Decoder
 from anabranch.ingest.events.block import Array, BlockLayout
 from anabranch.ingest.events.schema import Schema
-from anabranch.ingest.formats.arrow_columns import ArrowField, Faults, columns_of, fields_of, sizes_of
+from anabranch.ingest.formats.arrow_columns import (
+    ArrowField,
+    Faults,
+    columns_of,
+    fields_of,
+    is_text,
+    sizes_of,
+    times_in_seconds,
+)
 from anabranch.ingest.formats.base import Decoded, Reject, reject_unusable_numbers
 
 _PER_MS = {"us": 1_000, "ns": 1_000_000}
@@ -35,36 +43,44 @@ class RowDecoder(Decoder):
         self._fields: tuple[ArrowField, ...] = tuple(fields_of(schema, in_files=True))
         self._layout = BlockLayout(schema)
         self._time = time
-        names = [field.name for field in self._fields]
-        self._names = tuple(dict.fromkeys(names if time is None else [*names, time]))
+        self._time_unit = schema.time_unit if time == schema.time else "s"
+        self._time_field = None if time is None else ArrowField(time, "", bool, path=schema.path(time))
 
     @override
     def columns_in(self, schema: Any) -> list[str]:
-        return [name for name in self._names if name in schema.names]
+        fields = (*self._fields, self._time_field) if self._time_field is not None else self._fields
+        return list(dict.fromkeys(name for field in fields if (name := field.column_in(schema.names)) is not None))
 
     @override
     def problem(self, schema: Any) -> str | None:
         for field in self._fields:
-            if field.name not in schema.names:
+            column, dotted = field.column_in(schema.names), ".".join(field.path)
+            if column is not None and schema.names.count(column) > 1:
+                return f"two of its columns are named {column}"
+            kind = field.type_in(schema)
+            if kind is None:
                 if field.required:
-                    return f"it has no column {field.name}"
-            elif schema.names.count(field.name) > 1:
-                return f"two of its columns are named {field.name}"
-            elif sizes_of(schema.field(field.name).type, field) is None:
-                return f"its column {field.name} is of Arrow type {schema.field(field.name).type}, not {field.expected}"
-        if self._time is not None:
-            if self._time not in schema.names:
+                    return f"it has no column {dotted}"
+            elif sizes_of(kind, field) is None:
+                return f"its column {dotted} is of Arrow type {kind}, not {field.expected}"
+        if self._time_field is not None:
+            kind = self._time_field.type_in(schema)
+            if kind is None:
                 return f"it has no column {self._time}, which stream.backfill.time names"
-            kind = schema.field(self._time).type
             numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
-            if not (types.is_timestamp(kind) or numbers):
-                return f"its column {self._time} is of Arrow type {kind}, not a timestamp or a number of seconds"
+            if not (types.is_timestamp(kind) or numbers or is_text(kind)):
+                return (
+                    f"its column {self._time} is of Arrow type {kind}, not a timestamp, ISO time or number of seconds"
+                )
         return None
 
     @override
     def decode(self, table: Any) -> Decoded:
         rows = table.num_rows
-        invalid, long = _invalid_rows(table), _rows_with_texts(table, self._longest)
+        found = {field.name: field.array_in(table) for field in self._fields}
+        arrays = {name: array for name, array in found.items() if array is not None}
+        flat = pa.table(list(arrays.values()), list(arrays))
+        invalid, long = _invalid_rows(flat), _rows_with_texts(flat, self._longest)
         if invalid.any() or long.any():
             good = np.flatnonzero(~(invalid | long))
             decoded = self.decode(table.take(pa.array(good))).at(good.astype(np.int32))
@@ -78,9 +94,6 @@ class RowDecoder(Decoder):
             ]
             return replace(decoded, rejects=sorted([*decoded.rejects, *rejects]))
         faults = Faults(rows)
-        arrays = {
-            field.name: _single(table.column(field.name)) for field in self._fields if field.name in table.schema.names
-        }
         columns = columns_of(self._schema, self._fields, arrays, faults)
         decoded = Decoded(np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), columns, ())
         bad = np.flatnonzero(faults.first)
@@ -95,14 +108,16 @@ class RowDecoder(Decoder):
     def times_ms(self, table: Any) -> NDArray[np.int64]:
         if self._time is None:
             return np.zeros(table.num_rows, np.int64)
-        array = _single(table.column(self._time))
+        assert self._time_field is not None
+        array = self._time_field.array_in(table)
         if types.is_timestamp(array.type):
             whole: NDArray[np.int64] = array.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
             unit = array.type.unit
             if unit in _PER_MS:
                 return (whole + _PER_MS[unit] // 2) // _PER_MS[unit]
             return whole * 1000 if unit == "s" else whole
-        seconds = array.cast(pa.float64(), safe=False).fill_null(0).to_numpy(zero_copy_only=False)
+        times, known = times_in_seconds(self._time_unit)(array)
+        seconds: NDArray[np.float64] = np.where(known, times, 0.0)
         with np.errstate(invalid="ignore", over="ignore"):
             ms: NDArray[np.float64] = seconds * 1000
             if not -(2.0**62) < ms.min(initial=0.0) <= ms.max(initial=0.0) < 2.0**62:  # NaN is no bound
@@ -115,12 +130,6 @@ class RowDecoder(Decoder):
         cells = table.slice(row, 1)
         values = {name: _shortened(_value(cells.column(name)), self._longest) for name in cells.column_names}
         return json.dumps(values, default=str).encode()
-
-
-def _single(column: Any) -> Any:
-    if not isinstance(column, pa.ChunkedArray):
-        return column
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies also one chunk
 
 
 def _value(cell: Any) -> Any:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.encoders import Encoder, encoder_of
-from anabranch.ingest.settings.features import FeatureSettings
-from anabranch.ingest.settings.labels import LabelStreamSettings
+from anabranch.ingest.settings.features import FeatureSettings, TimeUnit
+from anabranch.ingest.settings.labels import LabelStreamSettings, path_of
 from anabranch.ingest.settings.stream import LabelSettings, SchemaSettings
 
 
@@ -35,7 +35,9 @@ class Feature:
     may_be_nan: bool = False
     """Whether a value may be missing, which a column has as NaN."""
     is_time: bool = False
-    """Whether a value is a time in seconds since 1970."""
+    """Whether a value is a time, which a column has in seconds since 1970."""
+    unit: TimeUnit = "s"
+    """What a time counts in messages and requests."""
 
     @property
     def is_string(self) -> bool:
@@ -83,7 +85,20 @@ class Feature:
     @property
     def allowed(self) -> str:
         """The values between `min` and `max`, or the times, in words."""
-        return TIMES if self.is_time and self.min is None and self.max is None else allowed(self.min, self.max)
+        if self.is_time and self.min is None and self.max is None:
+            return times_in(self.unit)
+        return allowed(self.min, self.max)
+
+    @property
+    def wire(self) -> np.dtype[np.generic]:
+        """The dtype of a number in messages and requests: times that are not in seconds need more digits."""
+        if self.unit == "s":
+            return self.dtype
+        return np.dtype(np.float64 if self.dtype.kind == "f" else np.int64)
+
+    def from_wire(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return a column of numbers as messages have them, in dtype `wire`, with times in seconds."""
+        return values if self.unit == "s" else in_seconds(values, self.unit).astype(self.dtype)
 
     @property
     def filler(self) -> float:
@@ -127,8 +142,29 @@ def outside(column: NDArray[np.generic], lowest: float | None, highest: float | 
     return np.asarray(found.reshape(len(column), -1).any(axis=1)) if found.any() else None
 
 
-TIMES = "a time in seconds since 1970; it seems to be in milliseconds, or smaller units"
-"""What a time has to be, in words."""
+UNITS: dict[TimeUnit, tuple[int, str]] = {
+    "s": (1, "seconds"),
+    "ms": (10**3, "milliseconds"),
+    "us": (10**6, "microseconds"),
+    "ns": (10**9, "nanoseconds"),
+}
+"""How many of each unit a second has, and the unit in words."""
+
+
+def times_in(unit: TimeUnit) -> str:
+    """Return what a time has to be, in words."""
+    smaller = "; it seems to be in milliseconds, or smaller units" if unit == "s" else ""
+    return f"a time in {UNITS[unit][1]} since 1970{smaller}"
+
+
+def in_seconds(times: NDArray[Any], unit: TimeUnit) -> NDArray[Any]:
+    """Return times that count `unit` in seconds: float64, or of integers the whole seconds before them, int64."""
+    count = UNITS[unit][0]
+    if count == 1:
+        return times
+    return times // count if times.dtype.kind in "iu" else times / count
+
+
 _MOST_SECONDS = 1e11
 """The year 5138 in seconds since 1970, and March 1973 in milliseconds: no time of an event is beyond both."""
 
@@ -195,12 +231,31 @@ class Schema:
         self.label = _label(settings.label)
         self.key = settings.key.name if settings.key else None
         self.time = settings.time.name if settings.time else None
+        self.time_unit: TimeUnit = settings.time.unit if settings.time else "s"
         self.weight = settings.weight.name if settings.weight else None
         self.most_weight = settings.weight.max if settings.weight else None
         self.group = settings.group.name if settings.group else None
         key = labels.key if labels is not None else None
         self.join = None if key in (None, self.key, self.group) else key
+        others = (settings.label, settings.key, settings.time, settings.weight, settings.group)
+        named = [*settings.features.items(), *((each.name, each) for each in others if each is not None)]
+        self._paths = {name: path for name, each in named if each.field and (path := path_of(each.field)) != (name,)}
+        names = [name for name, _ in named]
+        paths = [self.path(name) for name in names]
+        self.shared = len(set(paths)) < len(paths)
+        """Whether one value of a message is several fields, such as a feature and the time."""
+        self.names = tuple(dict.fromkeys([*names, *([self.join] if self.join else [])]))
+        """The fields that a message may have, the features first."""
         self.join_column = "join_hash" if self.join else "group_hash" if key and key != self.key else "key_hash"
+
+    def path(self, name: str) -> tuple[str, ...]:
+        """Return the names of the fields that lead to the value of a field in a message, the outermost first."""
+        return self._paths.get(name, (name,))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether each field is found in a message under its own name, and is one thing alone."""
+        return not self._paths and not self.shared
 
     @property
     def join_key(self) -> str | None:
@@ -222,10 +277,17 @@ class Schema:
         """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns.
 
         What has its default is left out, so that a setting which is added later changes no digest. So are the bounds of
-        numbers, which decide which events are accepted, and of a learned vocabulary all but its size: they change no
-        column. A tokenizer counts by its contents.
+        numbers, which decide which events are accepted, where messages have a field and in which unit, and of a learned
+        vocabulary all but its size: they change no column. A tokenizer counts by its contents.
         """
-        bounds: Any = {"features": {"__all__": {"min", "max"}}, "label": {"min", "max"}, "weight": {"max"}}
+        bounds: Any = {
+            "features": {"__all__": {"min", "max", "field", "unit"}},
+            "label": {"min", "max", "field"},
+            "weight": {"max", "field"},
+            "time": {"unit", "field"},
+            "key": {"field"},
+            "group": {"field"},
+        }
         settings = self.settings.model_dump(mode="json", exclude_defaults=True, exclude=bounds)
         for name, identity in self.encoders.items():
             settings["features"][name]["encode"] = identity
@@ -263,7 +325,16 @@ def _feature(name: str, settings: FeatureSettings) -> Feature:
         np.full(settings.shape, np.nan, dtype) if missing else _constant(name, "default", settings, encoder, dtype)
     )
     feature = Feature(
-        name, dtype, settings.shape, encoder, default, settings.min, settings.max, missing, bool(settings.cycles)
+        name,
+        dtype,
+        settings.shape,
+        encoder,
+        default,
+        settings.min,
+        settings.max,
+        missing,
+        bool(settings.cycles),
+        settings.unit,
     )
     if default is not None and feature.outside(default[None]) is not None:  # NaN is within any bounds
         raise SettingsError(f"schema.features.{name}.default = {settings.default!r} is not {feature.allowed}")

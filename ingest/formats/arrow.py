@@ -103,18 +103,18 @@ class ArrowFormat(Format):
     def _plan(self, start: bytes) -> _Plan | str:
         """Return how to read messages of this Arrow schema, or the reason why they cannot be used."""
         schema = ipc.read_schema(pa.py_buffer(start))
-        indexes: dict[str, int] = {}
-        known = {field.name for field in self._fields}
-        for index, name in enumerate(schema.names):
-            if name in known and indexes.setdefault(name, index) != index:
+        known = {field.column_in(schema.names) for field in self._fields} - {None}
+        for name in schema.names:
+            if name in known and schema.names.count(name) > 1:
                 return f"two columns are named {name}"
         for field in self._fields:
-            if field.name not in indexes:
+            kind = field.type_in(schema)
+            if kind is None:
                 if field.required:
-                    return f"missing required column {field.name}"
-            elif sizes_of(schema.types[indexes[field.name]], field) is None:
-                return f"{field.name} is of Arrow type {schema.types[indexes[field.name]]}, not {field.expected}"
-        columns = sorted(indexes.values())
+                    return f"missing required column {'.'.join(field.path)}"
+            elif sizes_of(kind, field) is None:
+                return f"{'.'.join(field.path)} is of Arrow type {kind}, not {field.expected}"
+        columns = sorted(index for index, name in enumerate(schema.names) if name in known)
         taken = [schema.field(index) for index in columns]
         wide = pa.schema([pa.field(column.name, _wide(column.type), column.nullable) for column in taken])
         changed = any(column.type != other.type for column, other in zip(taken, wide, strict=True))
@@ -127,8 +127,7 @@ class ArrowFormat(Format):
         row = (np.arange(len(message)) - np.searchsorted(message, message)).astype(np.int32)
         table = pa.Table.from_batches([batch for _, batch in group])
         faults = Faults(len(message))
-        names = [field.name for field in self._fields if field.name in table.column_names]
-        arrays = {name: table.column(name).combine_chunks() for name in names}
+        arrays = {field.name: field.array_in(table) for field in self._fields}
         columns = columns_of(self.schema, self._fields, arrays, faults)
         return faults.remove_from(Decoded(message, row, columns, ()))
 
@@ -146,6 +145,8 @@ def _wide(kind: Any) -> Any:
     """Return the Arrow type with dictionary indices of 32 bits, in which those of many messages can be joined."""
     if types.is_dictionary(kind):
         return pa.dictionary(pa.int32(), kind.value_type)
+    if types.is_struct(kind):
+        return pa.struct([pa.field(each.name, _wide(each.type), each.nullable) for each in kind])
     if types.is_fixed_size_list(kind):
         return pa.list_(_wide(kind.value_type), kind.list_size)
     if types.is_large_list(kind):
@@ -164,7 +165,7 @@ def pack_batch(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
         values = [event.get(name) for event in events]
         if any(value is not None for value in values):
             try:
-                columns[name] = pa.array(values, kind)
+                columns[".".join(schema.path(name))] = pa.array(values, kind)
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as exc:
                 raise SettingsError(f"{name} does not fit its column: {' '.join(str(exc).split())}") from exc
     batch = pa.RecordBatch.from_pydict(columns)
@@ -179,7 +180,7 @@ def _types(schema: Schema) -> dict[str, Any]:
     """Return the Arrow type of each field; None where its values decide."""
     kinds: dict[str, Any] = {}
     for feature in schema.features:
-        kind = pa.string() if feature.is_string else pa.from_numpy_dtype(feature.dtype)
+        kind = pa.string() if feature.is_string else pa.from_numpy_dtype(feature.wire)
         for size in reversed(feature.shape):
             kind = pa.list_(kind, size)
         kinds[feature.name] = kind
@@ -187,4 +188,4 @@ def _types(schema: Schema) -> dict[str, Any]:
     kind = pa.string() if label.names else pa.from_numpy_dtype(label.wire)
     kinds[label.name] = pa.list_(kind) if label.is_list else kind
     others = {schema.key: None, schema.group: None, schema.join: None, schema.time: None, schema.weight: pa.float64()}
-    return kinds | {name: kind for name, kind in others.items() if name}
+    return {name: kind for name, kind in others.items() if name} | kinds

@@ -6,7 +6,7 @@ Legend: G rows of the messages with one Arrow schema, W distinct words.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,14 @@ from pyarrow import types
 
 from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.encoders import hash_texts
-from anabranch.ingest.events.schema import IGNORED, Feature, Label, Schema
-from anabranch.ingest.formats.base import Decoded, Reject
+from anabranch.ingest.events.schema import IGNORED, Feature, Label, Schema, in_seconds
+from anabranch.ingest.formats.base import Decoded, Reject, seconds_of
 from anabranch.ingest.formats.label_lists import column_of_counts, ids_of_classes
+from anabranch.ingest.settings.features import TimeUnit
 
 Mask = NDArray[np.bool_]
 Leaf = Callable[[Any], tuple[Array, Mask]]
 """Turns an Arrow array of single values into as many numbers or rows of ids, and a mask of the valid ones."""
-
-_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,43 @@ class ArrowField:
     required: bool = True
     many: bool = False
     """Whether a value is a list of any length."""
+    path: tuple[str, ...] = ()
+    """The columns of structs that lead to it; empty: it is a column of its name."""
+
+    def column_in(self, names: Sequence[str]) -> str | None:
+        """Return which of the columns of a table has the field: one of its whole path, or the outermost struct."""
+        path = self.path or (self.name,)
+        whole = ".".join(path)
+        return whole if whole in names else path[0] if path[0] in names else None
+
+    def type_in(self, schema: Any) -> Any:
+        """Return the Arrow type of the field in a schema; None where it is missing."""
+        column = self.column_in(schema.names)
+        kind: Any = schema.field(column).type if column is not None else None
+        for part in self._inside(column):
+            index = kind.get_field_index(part) if types.is_struct(kind) else -1
+            if index < 0:
+                return None
+            kind = kind.field(index).type
+        return kind
+
+    def array_in(self, table: Any) -> Any:
+        """Return the field's array in a table or record batch; None where it is missing.
+
+        It is null where a struct around it is.
+        """
+        column = self.column_in(table.schema.names)
+        if column is None:
+            return None
+        array = _single(table.column(column))
+        for part in self._inside(column):
+            if not types.is_struct(array.type) or array.type.get_field_index(part) < 0:
+                return None
+            array = _single(pc.struct_field(array, array.type.get_field_index(part)))
+        return array
+
+    def _inside(self, column: str | None) -> tuple[str, ...]:
+        return () if column is None or column == ".".join(self.path or (self.name,)) else self.path[1:]
 
 
 class Faults:
@@ -65,31 +101,37 @@ class Faults:
         return Decoded(decoded.message[~bad], decoded.row[~bad], columns, rejects, decoded.unknown_fields)
 
 
-def fields_of(schema: Schema, *, in_files: bool = False) -> Iterator[ArrowField]:
-    """Yield the fields that a message may have, or a file, the features first and in their order."""
+def fields_of(schema: Schema, *, in_files: bool = False) -> list[ArrowField]:
+    """Return the fields that a message may have, or a file, the features first and in their order."""
+    return [replace(each, path=schema.path(each.name)) for each in _fields(schema, in_files=in_files)]
+
+
+def _fields(schema: Schema, *, in_files: bool) -> Iterator[ArrowField]:
     for feature in schema.features:
         expected = "string" if feature.is_string else str(feature.dtype)
         takes = {"b": types.is_boolean, "f": _is_number}.get(feature.dtype.kind, _is_whole)
+        if feature.is_time:
+            expected, takes = "a timestamp, an ISO time or a number", _is_time
         yield ArrowField(
             feature.name,
             f"{expected} of shape {list(feature.shape)}" if feature.shape else expected,
-            _is_text if feature.is_string else takes,
+            is_text if feature.is_string else takes,
             feature.shape,
             feature.default is None,
         )
     label = schema.label
     if label.is_list:
-        each, kind = ("strings", _is_text) if label.names is not None else ("whole numbers", types.is_integer)
+        each, kind = ("strings", is_text) if label.names is not None else ("whole numbers", types.is_integer)
         yield ArrowField(label.name, f"a list of {each}", kind, required=False, many=True)
     elif label.names is not None:
-        yield ArrowField(label.name, "string", _is_text, required=False)
+        yield ArrowField(label.name, "string", is_text, required=False)
     elif label.classes is not None:
         yield ArrowField(label.name, "a whole number", _class_types(label, in_files=in_files), required=False)
     else:
         yield ArrowField(label.name, "a number", _is_number, required=False)
     for name, expected, takes in (
         (schema.key, "a string or a whole number", _is_word),
-        (schema.time, "a timestamp or a number of seconds", _is_time),
+        (schema.time, "a timestamp, an ISO time or a number of seconds", _is_time),
         (schema.weight, "a number", _is_number),
         (schema.group, "a string or a whole number", _is_word),
         (schema.join, "a string or a whole number", _is_word),
@@ -111,7 +153,7 @@ def columns_of(
     if schema.weight:
         columns["weight"] = _extra(schema.weight, _numbers(np.dtype(np.float32)), arrays, faults)
     if schema.time:
-        columns["time"] = _extra(schema.time, _seconds, arrays, faults)
+        columns["time"] = _extra(schema.time, times_in_seconds(schema.time_unit), arrays, faults)
     for start, name in schema.hashed:
         columns[f"{start}_hash"] = _extra(name, _hashed, arrays, faults) if name else np.zeros(n, np.uint64)
     return columns
@@ -147,7 +189,8 @@ def _class_types(label: Label, *, in_files: bool) -> Callable[[Any], bool]:
     return lambda kind: any(each(kind) for each in fits)
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
+    """Return whether values of an Arrow type are strings."""
     plain = kind.value_type if types.is_dictionary(kind) else kind
     return bool(types.is_string(plain) or types.is_large_string(plain))
 
@@ -161,11 +204,18 @@ def _is_whole(kind: Any) -> bool:
 
 
 def _is_word(kind: Any) -> bool:
-    return bool(_is_text(kind) or _is_whole(kind))
+    return bool(is_text(kind) or _is_whole(kind))
 
 
 def _is_time(kind: Any) -> bool:
-    return bool(_is_number(kind) or types.is_timestamp(kind))
+    return bool(_is_number(kind) or types.is_timestamp(kind) or is_text(kind))
+
+
+def _single(column: Any) -> Any:
+    """Return a column as one array."""
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies also one chunk
 
 
 def _feature_column(field: ArrowField, feature: Feature, array: Any, faults: Faults) -> Array:
@@ -175,6 +225,8 @@ def _feature_column(field: ArrowField, feature: Feature, array: Any, faults: Fau
         present = np.zeros(n, np.bool_)
     else:
         leaf = _encoded(feature) if feature.is_string else _numbers(feature.dtype)
+        if feature.is_time:
+            leaf = times_in_seconds(feature.unit, feature.dtype)
         column, good = _dense(array, sizes_of(array.type, field) or (), leaf)
         column, present = column.reshape(n, *feature.column_shape), _present(array)
         faults.add(present & ~good, f"{feature.name} does not fit {field.expected}")
@@ -238,7 +290,9 @@ def _several(label: Label, array: Any, labelled: Mask, faults: Faults) -> Array:
 
 def _extra(name: str, leaf: Leaf, arrays: Mapping[str, Any], faults: Faults) -> Array:
     values, good = leaf(arrays[name])
-    faults.add(~good, f"{name} is null")
+    if not good.all():
+        faults.add(~_present(arrays[name]), f"{name} is null")
+        faults.add(~good, f"{name} is not a time")
     return values
 
 
@@ -287,11 +341,34 @@ def _numbers(dtype: np.dtype[Any]) -> Leaf:
     return leaf
 
 
-def _seconds(array: Any) -> tuple[Array, Mask]:
-    unit = array.type.unit if types.is_timestamp(array.type) else "s"
-    whole = array.cast(pa.int64()) if types.is_timestamp(array.type) else array
-    whole = array.cast(pa.float64()) if types.is_decimal(array.type) else whole
-    return _filled(whole).astype(np.float64) / _PER_SECOND[unit], _present(array)
+def times_in_seconds(unit: TimeUnit, dtype: np.dtype[Any] | None = None) -> Leaf:
+    """Return a leaf that reads times as seconds since 1970, of numbers those that count `unit`; float64 by default."""
+    dtype = dtype or np.dtype(np.float64)
+
+    def leaf(array: Any) -> tuple[Array, Mask]:
+        if is_text(array.type):
+            words, codes, good = _coded(array)
+            seconds = np.array([_seconds_or_nan(word) for word in words])[codes]
+            return _whole_or_real(seconds, dtype), good & ~np.isnan(seconds)
+        if types.is_timestamp(array.type):
+            counts = _filled(array.cast(pa.int64()))
+            return _whole_or_real(in_seconds(counts.astype(np.float64), array.type.unit), dtype), _present(array)
+        values, good = _numbers(np.dtype(np.float64 if dtype.kind == "f" else np.int64))(array)
+        return in_seconds(values, unit).astype(dtype), good
+
+    return leaf
+
+
+def _seconds_or_nan(text: str) -> float:
+    try:
+        return seconds_of(text)
+    except ValueError:
+        return float("nan")
+
+
+def _whole_or_real(seconds: Array, dtype: np.dtype[Any]) -> Array:
+    with np.errstate(invalid="ignore"):
+        return seconds.astype(dtype) if dtype.kind == "f" else np.floor(seconds).astype(dtype)
 
 
 def _encoded(feature: Feature) -> Leaf:
@@ -320,7 +397,7 @@ def _coded(array: Any) -> tuple[list[Any], NDArray[np.int32], Mask]:
         return [""], np.zeros(len(array), np.int32), np.zeros(len(array), np.bool_)
     codes = _filled(coded.indices).astype(np.int32, copy=False)
     good = _present(coded)
-    return words.fill_null("" if _is_text(words.type) else 0).to_pylist(), codes, good
+    return words.fill_null("" if is_text(words.type) else 0).to_pylist(), codes, good
 
 
 def _present(array: Any) -> Mask:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.ingest.events.block import Array, BlockLayout
-from anabranch.ingest.events.schema import IGNORED, TIMES, Schema, allowed, no_times, outside
+from anabranch.ingest.events.schema import IGNORED, Schema, allowed, no_times, outside, times_in
 from anabranch.ingest.settings.formats import FormatKind
 
 WHOLE_MESSAGE = -1
@@ -151,7 +151,9 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
         if beyond is not None:
             return reject_unusable_numbers(decoded.without(beyond, f"{feature.name} is not {feature.allowed}"), schema)
     if schema.time is not None and (far := no_times(decoded.columns["time"])) is not None:
-        return reject_unusable_numbers(decoded.without(far, f"{schema.time} is not {TIMES}"), schema)
+        return reject_unusable_numbers(
+            decoded.without(far, f"{schema.time} is not {times_in(schema.time_unit)}"), schema
+        )
     negative = np.less(decoded.columns["weight"], 0)
     if negative.any():
         return reject_unusable_numbers(decoded.without(negative, f"{schema.weight} is negative"), schema)

@@ -1,29 +1,24 @@
-"""Events as structs, whose fields are those of the schema: how values are checked, and how structs become columns.
-
-The schema becomes a msgspec struct type, so that types, shapes and ranges are checked in C.
-"""
+"""Events as structs become columns. `event_fields` makes the structs, whose types, shapes and ranges msgspec checks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET
 
 from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.encoders import hash_texts
-from anabranch.ingest.events.schema import IGNORED, Feature, Label, Schema
+from anabranch.ingest.events.schema import Feature, Label, Schema, in_seconds
 from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
+from anabranch.ingest.formats.event_fields import event_reader
 from anabranch.ingest.formats.label_lists import column_of_lists, without_repeats
 
 T = TypeVar("T")
-
-_LARGEST_BOUND = 2**63 - 1
-"""msgspec compares integers with bounds of at most 64 bits."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of the parser for a bad message: malformed or unfit, not UTF-8, nested too deeply."""
@@ -66,7 +61,7 @@ class StructDecoder(Generic[T]):
                 try:
                     event, has_unknown = self._read_again(value, exc)
                 except _UNREADABLE as final:
-                    rejects.append(Reject(index, WHOLE_MESSAGE, f"{self._reason_prefix}{final}"))
+                    rejects.append(Reject(index, WHOLE_MESSAGE, f"{self._reason_prefix}{self._hinted(str(final))}"))
                     continue
                 events.append(event)
                 unknown += has_unknown
@@ -80,6 +75,15 @@ class StructDecoder(Generic[T]):
         if self._schema.label.multi:
             decoded = without_repeats(decoded, [len(_classes(event.label)) for event in events], self._schema.label)
         return reject_unusable_numbers(decoded, self._schema)
+
+    def _hinted(self, reason: str) -> str:
+        """Return a reason, and what to set where a feature is null that may not be."""
+        if "got `null`" in reason:
+            for feature in self._schema.features:
+                if feature.default is None and reason.endswith(f"`$.{'.'.join(self._schema.path(feature.name))}`"):
+                    key = "missing" if feature.dtype.kind == "f" and not feature.is_time else "default"
+                    return f"{reason}; where it may be null, set schema.features.{feature.name}.{key}"
+        return reason
 
     def _read_again(self, value: T, error: Exception) -> tuple[Any, bool]:
         """Return the struct of a value that `exact` refuses, and whether it has unknown fields."""
@@ -117,7 +121,7 @@ class StructDecoder(Generic[T]):
         weights = [event.weight for event in events] if schema.weight else np.ones(n)
         columns["weight"] = _numbers(weights, np.dtype(np.float32), n)
         if schema.time:
-            columns["time"] = np.array([event.time for event in events], np.float64)
+            columns["time"] = in_seconds(np.array([event.time for event in events], np.float64), schema.time_unit)
         for name, declared in schema.hashed:
             texts = [str(getattr(event, name)).encode() for event in events] if declared else []
             columns[f"{name}_hash"] = hash_texts(texts) if declared else np.zeros(n, np.uint64)
@@ -129,78 +133,18 @@ def dict_decoder(schema: Schema) -> StructDecoder[Mapping[str, Any]]:
 
     Reasons begin with `schema: ` where a value does not fit its field.
     """
-    convert = partial(msgspec.convert, type=event_type(schema, forbid_unknown=False))
+    convert = event_reader(
+        schema,
+        lambda kind: partial(msgspec.convert, type=kind),
+        forbid_unknown=False,
+        has_paths=False,
+        text_times=False,
+    )
 
     def present(event: Mapping[str, Any]) -> Any:
         return convert({name: value for name, value in event.items() if value is not None})
 
     return StructDecoder(schema, present, present, "schema: ")
-
-
-def event_type(schema: Schema, *, forbid_unknown: bool, in_json: bool = False) -> type[msgspec.Struct]:
-    """Return the type of an event, as msgspec checks it; with `forbid_unknown` other fields are an error.
-
-    `in_json`: whether a time may be a text.
-    """
-    names: dict[str, str] = {}
-    fields: list[Any] = []
-
-    def add(attribute: str, name: str, kind: Any, *, optional: bool = False) -> None:
-        names[attribute] = name
-        fields.append((attribute, kind | UnsetType, UNSET) if optional else (attribute, kind))
-
-    for index, feature in enumerate(schema.features):
-        kind, optional = _feature_type(feature), feature.default is not None
-        add(f"f{index}", feature.name, kind | None if optional else kind, optional=optional)
-    add("label", schema.label.name, _label_type(schema.label) | None, optional=True)
-    for attribute, name, kind in (
-        ("key", schema.key, str | int),
-        ("time", schema.time, float | str if in_json else float),
-        ("weight", schema.weight, Annotated[float, Meta(ge=0)]),
-        ("group", schema.group, str | int),
-        ("join", schema.join, str | int),
-    ):
-        if name is not None:
-            add(attribute, name, kind)
-    # Fields without a default have to come first.
-    fields.sort(key=len)
-    return msgspec.defstruct("Event", fields, rename=names, forbid_unknown_fields=forbid_unknown, gc=False)
-
-
-def _feature_type(feature: Feature) -> Any:
-    kind: Any = str if feature.is_string else _number_type(feature.dtype)
-    if feature.may_be_nan:
-        kind = kind | None
-    for size in reversed(feature.shape):
-        kind = Annotated[list[kind], Meta(min_length=size, max_length=size)]
-    return kind | None if feature.may_be_nan else kind
-
-
-def _number_type(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        return bool
-    if dtype.kind == "f":
-        return float
-    limits = np.iinfo(dtype)
-    if limits.max > _LARGEST_BOUND:
-        return Annotated[int, Meta(ge=0)]
-    return Annotated[int, Meta(ge=int(limits.min), le=int(limits.max))]
-
-
-def _label_type(label: Label) -> Any:
-    if label.is_list:
-        one: Any = _label_type(replace(label, multi=False, length=None))
-        if label.length is not None:
-            one = (
-                one | Literal[""] if label.names else Annotated[int, Meta(ge=IGNORED, le=(label.classes or 0) - 1)]
-            ) | None
-        return list[one]
-    if label.names is not None:
-        return Literal[label.names]
-    if label.classes is None:
-        return float
-    number = Annotated[int, Meta(ge=0, le=label.classes - 1)]
-    return number | bool if label.one_of == 2 else number
 
 
 def _feature_column(feature: Feature, values: list[Any]) -> Array:
@@ -217,7 +161,7 @@ def _feature_column(feature: Feature, values: list[Any]) -> Array:
     if feature.encoder is not None:
         column: Array = feature.encoder.encode(list(flat))
     else:
-        column = _numbers(flat, feature.dtype, len(values) * int(np.prod(feature.shape)))
+        column = feature.from_wire(_numbers(flat, feature.wire, len(values) * int(np.prod(feature.shape))))
     column = column.reshape(len(values), *feature.column_shape)
     if feature.default is not None:
         column[missing] = feature.default

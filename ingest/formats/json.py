@@ -14,8 +14,9 @@ import msgspec
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats import json_text
-from anabranch.ingest.formats.base import Decoded, Format, Headers, seconds_of
-from anabranch.ingest.formats.event_structs import StructDecoder, event_type
+from anabranch.ingest.formats.base import Decoded, Format, Headers
+from anabranch.ingest.formats.event_fields import document_of, event_reader
+from anabranch.ingest.formats.event_structs import StructDecoder
 from anabranch.ingest.formats.other_formats import other_format
 from anabranch.ingest.settings.formats import FORMATS
 
@@ -27,15 +28,11 @@ class JsonFormat(Format):
 
     def __init__(self, schema: Schema) -> None:
         super().__init__(schema)
-        exact, lenient = (
-            msgspec.json.Decoder(event_type(schema, forbid_unknown=each, in_json=True)).decode for each in (True, False)
+        exact, lenient, repaired = (
+            event_reader(schema, make, forbid_unknown=each)
+            for make, each in ((_decode, True), (_decode_repaired, False), (_decode_repaired, True))
         )
-        self._decoder = StructDecoder[bytes](
-            schema,
-            _timed(exact, schema.time),
-            _timed(partial(json_text.decoded, lenient), schema.time),
-            repaired=_timed(partial(json_text.decoded, exact), schema.time),
-        )
+        self._decoder = StructDecoder[bytes](schema, exact, lenient, repaired=repaired)
 
     def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:  # noqa: ARG002
         """Decode M message values, each one event or a reject."""
@@ -55,23 +52,12 @@ class JsonFormat(Format):
         for name, value in event.items():
             if isinstance(value, float) and math.isinf(value):  # JSON has no infinity; NaN is written as null
                 raise SettingsError(f"{name} is {value}")
-        return msgspec.json.encode(event)
+        return msgspec.json.encode(document_of(self.schema, event))
 
 
-def _timed(parse: Callable[[bytes], Any], name: str | None) -> Callable[[bytes], Any]:
-    """Return `parse` for events whose time, if they have one, is a number then, though it may be written as a text."""
-    if name is None:
-        return parse
+def _decode(kind: Any) -> Callable[[bytes], Any]:
+    return msgspec.json.Decoder(kind).decode
 
-    def parsed(value: bytes) -> Any:
-        event = parse(value)
-        if isinstance(event.time, str):
-            try:
-                event.time = seconds_of(event.time)
-            except ValueError:
-                raise msgspec.ValidationError(
-                    f"Expected seconds since 1970 or an ISO time, got {event.time[:40]!r} - at `$.{name}`"
-                ) from None
-        return event
 
-    return parsed
+def _decode_repaired(kind: Any) -> Callable[[bytes], Any]:
+    return partial(json_text.decoded, _decode(kind))

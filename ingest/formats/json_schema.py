@@ -18,7 +18,8 @@ import numpy as np
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats import json_text
 from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, RecordDecoder, Reject
-from anabranch.ingest.formats.event_structs import StructDecoder, event_type
+from anabranch.ingest.formats.event_fields import event_reader
+from anabranch.ingest.formats.event_structs import StructDecoder
 from anabranch.ingest.formats.json_schema_bounds import most_steps
 from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
 
@@ -68,7 +69,9 @@ def _check_properties(document: Mapping[str, Any], schema: Schema) -> None:
     """
     properties: Any = document.get("properties", {})
     is_closed = document.get("additionalProperties") is False and not document.keys() & _MORE_PROPERTIES
-    for name, types, expected, required in _declared(schema):
+    for field, types, expected, required in _declared(schema):
+        name, *inner = schema.path(field)
+        types, expected = ({"object"}, "an object") if inner else (types, expected)
         found = properties.get(name)
         if name not in properties and is_closed and required:
             raise UnfitSchemaError(
@@ -86,6 +89,8 @@ def _declared(schema: Schema) -> Iterator[tuple[str, set[str], str, bool]]:
     for feature in schema.features:
         expected = "string" if feature.is_string else str(feature.dtype)
         types = {"string"} if feature.is_string else {"boolean"} if feature.dtype.kind == "b" else number
+        if feature.is_time:
+            types, expected = word, "a number of seconds or an ISO time"
         if feature.shape:
             types, expected = {"array"}, f"{expected} of shape {list(feature.shape)}"
         yield feature.name, types, expected, feature.default is None
@@ -94,7 +99,7 @@ def _declared(schema: Schema) -> Iterator[tuple[str, set[str], str, bool]]:
     yield label.name, {"array"} if label.is_list else types, "an array" if label.is_list else expected, False
     for name, types, expected in (
         (schema.key, word, "a string or a whole number"),
-        (schema.time, number, "a number of seconds"),
+        (schema.time, word, "a number of seconds or an ISO time"),
         (schema.weight, number, "a number"),
         (schema.group, word, "a string or a whole number"),
         (schema.join, word, "a string or a whole number"),
@@ -114,7 +119,8 @@ class JsonSchemaRecords:
         self._most_bytes = _MOST_VALIDATION_STEPS * _FEWEST_BYTES // steps
         self._parse = partial(json_text.decoded, msgspec.json.Decoder().decode)
         exact, lenient = (
-            partial(msgspec.convert, type=event_type(schema, forbid_unknown=each)) for each in (True, False)
+            event_reader(schema, lambda kind: partial(msgspec.convert, type=kind), forbid_unknown=each)
+            for each in (True, False)
         )
         self._decoder = StructDecoder[Any](schema, exact, lenient, "schema: ")
 

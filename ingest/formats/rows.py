@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.encoders import hash_texts
-from anabranch.ingest.events.schema import IGNORED, Label, Schema
+from anabranch.ingest.events.schema import IGNORED, Label, Schema, in_seconds
 from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Format, Headers, Reject, reject_unusable_numbers
 from anabranch.ingest.formats.label_lists import column_of_lists, ids_of_classes
 from anabranch.ingest.formats.other_formats import not_binary
@@ -30,6 +30,10 @@ def row_dtype(schema: Schema) -> np.dtype[np.void]:
     Raises:
         SettingsError: the schema has strings or defaults, which this format cannot hold.
     """
+    if schema.shared:
+        raise SettingsError(
+            'stream.format = "rows" has a value for each field, but two of [schema] are one; use "json"'
+        )
     fields: list[tuple[str, Any] | tuple[str, Any, tuple[int, ...]]] = []
     for feature in schema.features:
         if feature.is_string or (feature.default is not None and not feature.may_be_nan):
@@ -37,7 +41,7 @@ def row_dtype(schema: Schema) -> np.dtype[np.void]:
             raise SettingsError(
                 f'stream.format = "rows" cannot hold schema.features.{feature.name}, which has {what}; use "json"'
             )
-        fields.append((feature.name, feature.dtype.newbyteorder("<"), feature.shape))
+        fields.append((feature.name, feature.wire.newbyteorder("<"), feature.shape))
     fields.append((schema.label.name, schema.label.wire.newbyteorder("<"), schema.label.shape))
     for attribute, kind in _EXTRAS.items():
         name = getattr(schema, attribute)
@@ -134,7 +138,7 @@ class RowsFormat(Format):
     def _columns(self, rows: NDArray[np.void]) -> dict[str, Array]:
         schema, label = self.schema, self.schema.label
         columns: dict[str, Array] = {
-            f"feature.{feature.name}": rows[feature.name].astype(feature.dtype, copy=False)
+            f"feature.{feature.name}": feature.from_wire(rows[feature.name].astype(feature.wire, copy=False))
             for feature in schema.features
         }
         raw = rows[label.name]
@@ -149,7 +153,7 @@ class RowsFormat(Format):
             rows[schema.weight].astype(np.float32, copy=False) if schema.weight else np.ones(len(rows), np.float32)
         )
         if schema.time:
-            columns["time"] = rows[schema.time].astype(np.float64, copy=False)
+            columns["time"] = in_seconds(rows[schema.time].astype(np.float64, copy=False), schema.time_unit)
         for name, field in schema.hashed:
             texts = [str(value).encode() for value in rows[field].tolist()] if field else []
             columns[f"{name}_hash"] = hash_texts(texts) if field else np.zeros(len(rows), np.uint64)

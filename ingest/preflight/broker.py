@@ -229,8 +229,8 @@ def _check_message(stream: StreamSettings, events: SchemaSettings, newest: Messa
     if assembled.unknown_fields and (value := newest.values[0]) is not None:
         message = "The newest message has fields that [schema] does not know"
         if stream.format == "json":
-            named = [*events.features, schema.label.name, schema.key, schema.time, schema.weight, schema.group]
-            message += f": {', '.join(sorted(set(json_text.decoded(msgspec.json.decode, value)) - set(named)))}"
+            named = {schema.path(name)[0] for name in schema.names}
+            message += f": {', '.join(sorted(set(json_text.decoded(msgspec.json.decode, value)) - named))}"
         yield info("message.unknown", f"{message}.", "Nothing, if they are not meant to be features.")
 
 

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import Section
-from anabranch.ingest.settings.labels import Name
+from anabranch.ingest.settings.labels import FieldPath, Name
 
 Number = Literal[
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
@@ -90,6 +90,7 @@ Encoding = Annotated[
 ]
 
 Cycle = Literal["hour", "day", "week", "year"]
+TimeUnit = Literal["s", "ms", "us", "ns"]
 
 
 class FeatureSettings(Section):
@@ -97,6 +98,9 @@ class FeatureSettings(Section):
 
     dtype: Number | Literal["string"]
     """Any numpy number, `bool`, or `string` (with `encode`)."""
+    field: FieldPath | None = None
+    """Where the value is in a message, by default the feature's name: `"after.amount"` is the field `amount` of the
+    object `after`. A list takes names as they are: `["net.amount"]`."""
     shape: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Shape of one event's value; `[]` is a single number."""
     encode: Encoding | None = None
@@ -111,8 +115,10 @@ class FeatureSettings(Section):
     number, or with `indicator` the mean, and 1 in a further input `NAME_missing`. Without this key such events are
     dead-lettered."""
     cycles: tuple[Cycle, ...] = ()
-    """For a time in seconds since 1970: the model gets its phase in these cycles, in UTC, as sine and cosine, float32
+    """For a time since 1970: the model gets its phase in these cycles, in UTC, as sine and cosine, float32
     `[*shape, 2 * cycles]`."""
+    unit: TimeUnit = "s"
+    """With `cycles`: what a number in a message or request counts. Texts are ISO 8601."""
     intercept: bool = False
     """Whether the feature, one with `{learn = N}`, names the event's group. The model does not get it; the learner adds
     a learned number of the group to each output."""
@@ -144,6 +150,8 @@ class FeatureSettings(Section):
             raise ValueError(f"scale is for numbers, and dtype is {self.dtype}")
         if self.cycles and self.dtype not in ("float64", "int32", "int64", "uint32"):
             raise ValueError(f"cycles need seconds since 1970, which dtype {self.dtype} cannot hold; write int64")
+        if self.unit != "s" and not self.cycles:
+            raise ValueError(f'unit = "{self.unit}" is for a time, which has cycles')
         if len(set(self.cycles)) != len(self.cycles):
             raise ValueError("cycles names a cycle twice")
         if self.missing is not None and (not self.dtype.startswith("float") or self.cycles):

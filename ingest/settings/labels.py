@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import AfterValidator, ByteSize, Field, model_validator
 
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import Section, written
@@ -10,6 +10,26 @@ from anabranch.core.settings import Section, written
 Name = Annotated[
     str, written("[A-Za-z_][A-Za-z0-9_]*", 'letters, digits and "_", and no digit first, such as "amount"')
 ]
+
+
+def _check_path(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    parts = path_of(value)
+    if not all(parts) or not 1 <= len(parts) <= _MOST_PARTS:
+        raise ValueError(
+            f'write the names of 1 to {_MOST_PARTS} fields with dots between, such as "after.amount", or as a list '
+            'where a name has a dot: ["net.amount"]'
+        )
+    return value
+
+
+def path_of(field: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the fields that lead to a value, the outermost first."""
+    return tuple(field.split(".")) if isinstance(field, str) else field
+
+
+_MOST_PARTS = 16
+FieldPath = Annotated[str | tuple[str, ...], AfterValidator(_check_path)]
+"""Where a value is in a message: names of fields with dots between, or a list of them."""
 TopicName = Annotated[str, written("[A-Za-z0-9._-]{1,249}", 'letters, digits, ".", "_" and "-", 249 at most')]
 
 

@@ -16,10 +16,17 @@ from pydantic import (
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import Section
 from anabranch.ingest.settings.backfill import BackfillSettings
-from anabranch.ingest.settings.features import CrossSettings, FeatureSettings, LearnedVocabulary, Number, check_bounds
+from anabranch.ingest.settings.features import (
+    CrossSettings,
+    FeatureSettings,
+    LearnedVocabulary,
+    Number,
+    TimeUnit,
+    check_bounds,
+)
 from anabranch.ingest.settings.formats import FORMAT, FORMATS, REGISTRY_FORMATS, FormatKind
 from anabranch.ingest.settings.kafka_properties import check, check_name
-from anabranch.ingest.settings.labels import LabelStreamSettings, Name, TopicName
+from anabranch.ingest.settings.labels import FieldPath, LabelStreamSettings, Name, TopicName, path_of
 from anabranch.ingest.settings.registry import RegistrySettings
 
 
@@ -216,7 +223,9 @@ class LabelSettings(Section):
     """What is to be predicted."""
 
     name: Name
-    """Name of the label's field."""
+    """Name of the label."""
+    field: FieldPath | None = None
+    """Where it is in a message, by default the field of that name; as in `[schema.features.NAME]`."""
     dtype: Number = "int64"
     """Any numpy number; whole numbers when there are classes."""
     classes: Annotated[int, Field(ge=2)] | Annotated[tuple[str, ...], Field(min_length=2)] | None = None
@@ -265,7 +274,16 @@ class FieldSettings(Section):
     """A field other than features and label."""
 
     name: Name
-    """Name of the field in the message."""
+    """Name of the field. It may be that of a feature, which is then both."""
+    field: FieldPath | None = None
+    """Where it is in a message, by default the field of that name; as in `[schema.features.NAME]`."""
+
+
+class TimeSettings(FieldSettings):
+    """The field with an event's own time."""
+
+    unit: TimeUnit = "s"
+    """What a number counts since 1970. Texts are ISO 8601, in UTC without a zone."""
 
 
 class WeightSettings(FieldSettings):
@@ -287,8 +305,8 @@ class SchemaSettings(Section):
     key: FieldSettings | None = None
     """Field that names whom an event is about (a string or a whole number). `produce` sends events of one key to one
     partition; without a group, all of a key are held out, or none."""
-    time: FieldSettings | None = None
-    """Field with the event's own time (seconds since 1970), stored with it; freshness uses the record's timestamp."""
+    time: TimeSettings | None = None
+    """Field with the event's own time, stored with it; freshness uses the record's timestamp."""
     weight: WeightSettings | None = None
     """Field with the event's weight in the loss (not negative), which is also its chance to be kept for replay."""
     group: FieldSettings | None = None
@@ -302,12 +320,33 @@ class SchemaSettings(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        extra = (self.label, self.key, self.time, self.weight, self.group)
-        names = [*self.features, *self.cross, *(field.name for field in extra if field is not None)]
+        names = [*self.features, *self.cross, self.label.name]
         names += [f"{name}_missing" for name, feature in self.features.items() if feature.missing == "indicator"]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two fields are named {name!r}")
+        paths = {name: path_of(feature.field or (name,)) for name, feature in self.features.items()}
+        for field in (self.key, self.time, self.weight, self.group):
+            if field is None:
+                continue
+            path = path_of(field.field or (field.name,))
+            if field.name in names and field.name not in paths:
+                raise ValueError(f"two fields are named {field.name!r}")
+            if paths.setdefault(field.name, path) != path:
+                raise ValueError(
+                    f"two fields are named {field.name!r}: {'.'.join(paths[field.name])}, {'.'.join(path)}"
+                )
+        label = path_of(self.label.field or (self.label.name,))
+        for name, path in paths.items():
+            if path == label:
+                raise ValueError(f"{name} is read from {'.'.join(path)}, which is the label {self.label.name}")
+        every = {*paths.values(), label}
+        for path in sorted(every):
+            inner = next((part for end in range(1, len(path)) if (part := path[:end]) in every), None)
+            if inner is not None:
+                raise ValueError(
+                    f"{'.'.join(inner)} is a field, and has the field {'.'.join(path)} in it: name one of them"
+                )
         return self
 
     @model_validator(mode="after")

@@ -16,12 +16,14 @@ from anabranch.ingest.settings.stream import FieldSettings, SchemaSettings, Stre
 
 def label_schema(schema: Schema, labels: LabelStreamSettings) -> Schema:
     """Return the schema of label messages: a key and a label, no features. One of the two sections declares the key."""
-    name = labels.name or schema.label.name
+    name, of = labels.name or schema.label.name, schema.settings
+    fields = {each.name: each.field for each in (of.key, of.group) if each is not None}
+    key = labels.key or str(schema.key)
     return Schema(
         SchemaSettings.model_construct(
             features={},
-            label=schema.settings.label.model_copy(update={"name": name}),
-            key=FieldSettings(name=labels.key or str(schema.key)),
+            label=of.label.model_copy(update={"name": name, "field": None if labels.name else of.label.field}),
+            key=FieldSettings(name=key, field=fields.get(key)),
         )
     )
 

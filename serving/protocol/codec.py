@@ -297,7 +297,7 @@ class Signature:
 
 def input_spec(feature: Feature) -> TensorSpec:
     """Return the input that takes a feature: strings are encoded here, not by the client."""
-    dtype = None if feature.is_string else feature.dtype
+    dtype = None if feature.is_string else feature.wire
     return TensorSpec(feature.name, dtype, feature.shape, may_be_nan=feature.may_be_nan)
 
 
@@ -341,9 +341,10 @@ def _read_tensors(
 
 def _column(feature: Feature, array: Array) -> Array:
     if feature.encoder is None:
-        if feature.outside(array) is not None:
+        column = feature.from_wire(array)
+        if feature.outside(column) is not None:
             raise BadRequestError(f"input {feature.name!r} has a value that is not {feature.allowed}")
-        return array
+        return column
     try:
         ids = feature.encoder.encode(array.reshape(-1).tolist())
     except UnencodableError as exc:

@@ -32,6 +32,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.base import Decoded
+from anabranch.ingest.formats.event_fields import document_of
 from anabranch.ingest.formats.json import JsonFormat
 from anabranch.ingest.settings.features import FeatureSettings
 from anabranch.ingest.settings.stream import SchemaSettings
@@ -212,7 +213,7 @@ def _with_label_time(config: Config, column: str) -> SchemaSettings:
     if config.pipeline.stream.labels is None:
         raise SettingsError(f"{option}: the settings have no [stream.labels], whose wait says how long an event waits")
     taken = f'{option}: name a column of the file that has letters, digits and "_", and is not in [schema]'
-    if column in events.features:
+    if column in Schema(events).names:
         raise SettingsError(taken)
     time = FeatureSettings.model_validate({"dtype": "float64", "default": 0.0})
     try:
@@ -247,9 +248,9 @@ def _decoded(source: Iterable[FileRecord], schema: Schema, rows: int, result: Ba
     decoder, records = ValueDecoder(JsonFormat(schema), schema, sys.maxsize), iter(source)
     while some := list(itertools.islice(records, rows)):
         usable = [record for record in some if not record.fault]
+        contents = [record.content for record in usable]
         values = [
-            record.content if isinstance(record.content, bytes) else msgspec.json.encode(record.content)
-            for record in usable
+            each if isinstance(each, bytes) else msgspec.json.encode(document_of(schema, each)) for each in contents
         ]
         decoded, _ = decoder.decode(values, [()] * len(values), {})
         faults = [f"{record.location}: {record.fault}" for record in some if record.fault]

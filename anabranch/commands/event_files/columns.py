@@ -2,17 +2,18 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from anabranch.core.errors import SettingsError
-from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.events.schema import UNITS, Schema
 from anabranch.ingest.formats.base import nested, seconds_of
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-_PART = re.compile(r"(\w+?)((?:\.\d+)+|(?:\[\d+\])+)")
+_PART = re.compile(r"(.+?)((?:\.\d+)+|(?:\[\d+\])+)")
 
 
 class Columns:
@@ -28,29 +29,34 @@ class Columns:
         if twice:
             raise SettingsError(f"{name} has two columns named {min(twice)!r}")
         self._shapes = {feature.name: feature.shape for feature in schema.features}
-        others = [schema.label.name, schema.key, schema.time, schema.weight, schema.group]
-        self.fields = [*self._shapes, *(field for field in others if field)]
+        self.fields = [*schema.names]
+        paths: dict[str, list[str]] = {}
+        for field in self.fields:
+            paths.setdefault(".".join(schema.path(field)), []).append(field)
         self._whole: dict[str, int] = {}
         self._parts: dict[str, dict[tuple[int, ...], int]] = {}
         self.unknown: list[str] = []
         for i, column in enumerate(self.header):
             part = _PART.fullmatch(column)
-            if column in self.fields:
-                self._whole[column] = i
-            elif part and self._shapes.get(part[1]):
+            shaped = [field for field in paths.get(part[1], ()) if self._shapes.get(field)] if part else []
+            if column in paths:
+                self._whole.update(dict.fromkeys(paths[column], i))
+            elif part and shaped:
                 index = tuple(int(digits) for digits in re.findall(r"\d+", part[2]))
-                self._parts.setdefault(part[1], {})[index] = i
+                for field in shaped:
+                    self._parts.setdefault(field, {})[index] = i
             else:
                 self.unknown.append(column)
         for field, parts in self._parts.items():
             self._check_parts(field, set(parts), name)
         required = [feature.name for feature in schema.features if feature.default is None]
-        required += [field for field in others[1:] if field]
+        required += [field for field in (schema.key, schema.time, schema.weight, schema.group) if field]
         absent = [field for field in required if field not in self._whole and field not in self._parts]
         if absent and checked:
             shape = self._shapes.get(absent[0])
             hint = f", nor {absent[0]}.0 and so on" if shape else ""
-            raise SettingsError(f"{name} has no column {absent[0]!r}{hint}; its columns are {', '.join(self.header)}")
+            dotted = ".".join(schema.path(absent[0]))
+            raise SettingsError(f"{name} has no column {dotted!r}{hint}; its columns are {', '.join(self.header)}")
 
     @property
     def names(self) -> list[str]:
@@ -84,7 +90,9 @@ def cell_reader(schema: Schema, field: str) -> Callable[[str, bool], Any]:
     """Return what makes a value of a cell's text and whether it is the whole field; it raises ValueError."""
     feature = next((feature for feature in schema.features if feature.name == field), None)
     if feature is not None:
-        scalar = str if feature.is_string else _READERS[feature.dtype.kind]
+        scalar: Callable[[str], Any] = str if feature.is_string else _READERS[feature.dtype.kind]
+        if feature.is_time:
+            scalar = partial(_time, count=UNITS[feature.unit][0], number=scalar)
         shaped = bool(feature.shape)
         return lambda cell, whole: msgspec.json.decode(cell) if shaped and whole else scalar(cell)
     if field == schema.label.name and schema.label.is_list:
@@ -97,7 +105,8 @@ def cell_reader(schema: Schema, field: str) -> Callable[[str, bool], Any]:
     if field in (schema.key, schema.group):
         return lambda cell, _: _number_or_text(cell)
     if field == schema.time:
-        return lambda cell, _: _seconds(cell)
+        count = UNITS[schema.time_unit][0]
+        return lambda cell, _: _time(cell, count=count, number=_float)
     return lambda cell, _: _float(cell)
 
 
@@ -119,15 +128,17 @@ def _float(cell: str) -> float:
         raise ValueError("is not a number") from None
 
 
-def _seconds(cell: str) -> float:
+def _time(cell: str, *, count: int, number: Callable[[str], Any]) -> Any:
+    """Return a number of units, of which a second has `count`, of its text or of an ISO time."""
     try:
-        return float(cell)
+        return number(cell)
     except ValueError:
         pass
     try:
-        return seconds_of(cell)
+        return number(str(seconds_of(cell) * count))
     except ValueError:
-        raise ValueError("is neither seconds since 1970 nor an ISO time") from None
+        unit = next(words for each, words in UNITS.values() if each == count)
+        raise ValueError(f"is neither {unit} since 1970 nor an ISO time") from None
 
 
 def _bool(cell: str) -> bool:

@@ -24,7 +24,8 @@ from anabranch.commands.event_files.columns import Columns, cell_reader
 from anabranch.core.errors import SettingsError
 from anabranch.core.extras import needs
 from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_format, other_than_lines, start_of, unpacked
-from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.events.schema import UNITS, Schema
+from anabranch.ingest.formats.event_fields import value_at
 
 STDIN = Path("-")
 
@@ -234,7 +235,10 @@ class _Parquet:
             raise SettingsError("Parquet cannot be read from stdin, since its end is read first: name the file")
         self._errors = ArrowException, ValueError
         self._name = name
-        self._time = schema.time
+        times = [(feature.name, feature.unit) for feature in schema.features if feature.is_time]
+        times += [(schema.time, schema.time_unit)] if schema.time is not None else []
+        self._times = {time: UNITS[unit][0] for time, unit in times}
+        self._whole = {feature.name for feature in schema.features if feature.dtype.kind in "iu"}
         self._class = schema.label.name if schema.label.one_of else None
         self._row = 0
         try:
@@ -243,14 +247,20 @@ class _Parquet:
         except self._errors as exc:
             raise SettingsError(f"{name} cannot be read as Parquet: {exc}") from exc
         self.total: int | None = self._file.rows
-        self._columns = Columns(schema, self._file.schema.names, name, checked=checked)
+        self._paths = list(_leaves(self._file.schema))
+        header = [".".join(path) for path in self._paths]
+        self._columns = Columns(schema, header, name, checked=checked)
         self.left_out = self._columns.unknown
 
     def done(self) -> int:
         return self._row
 
     def __iter__(self) -> Iterator[FileRecord]:
-        names = self._columns.names
+        read = [
+            path if column in self._columns.names else None
+            for path, column in zip(self._paths, self._columns.header, strict=True)
+        ]
+        names = list(dict.fromkeys(path[0] for path in read if path is not None))
         try:
             for part in self._file.tables(names, 0):
                 found = [part.table.column(name).to_pylist() for name in names]
@@ -258,7 +268,8 @@ class _Parquet:
                     self._row += 1
                     row = dict(zip(names, cells, strict=True))
                     try:
-                        event = self._columns.event([row.get(n) for n in self._columns.header], None, self._value)
+                        values = [None if path is None else value_at(row, path) for path in read]
+                        event = self._columns.event(values, None, self._value)
                     except ValueError as exc:
                         yield FileRecord(f"row {self._row}", {}, str(exc))
                     else:
@@ -268,11 +279,24 @@ class _Parquet:
 
     def _value(self, field: str, cell: Any, *, whole: bool) -> Any:
         del whole
-        if field == self._time and isinstance(cell, datetime):
-            return (cell if cell.tzinfo else cell.replace(tzinfo=UTC)).timestamp()
+        if field in self._times and isinstance(cell, datetime):
+            seconds = (cell if cell.tzinfo else cell.replace(tzinfo=UTC)).timestamp()
+            return round(seconds * self._times[field]) if field in self._whole else seconds * self._times[field]
         if field == self._class and isinstance(cell, float) and cell.is_integer():
             return int(cell)  # pandas writes labels as floats where some are missing
         return _plain(cell)
+
+
+def _leaves(fields: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the columns of an Arrow schema, and for a struct those in it."""
+    from pyarrow import types
+
+    for field in fields:
+        path = (*above, field.name)
+        if types.is_struct(field.type):
+            yield from _leaves(field.type, path)
+        else:
+            yield path
 
 
 def _plain(cell: Any) -> Any:

@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyruhvro
+from pyarrow import types
 
 from anabranch.core.failures import panics_are_errors
 from anabranch.ingest.formats.arrow_columns import Faults, columns_of, fields_of
@@ -42,7 +44,7 @@ class AvroColumnsDecoder:
         self._reading = reading
         self._text = _columns_text(reading)
         self._fields = tuple(fields_of(reading.schema))
-        self._columns = {name: f"f{reading.record.fields.index(name)}" for name in reading.fields}
+        self._steps = {name: reading.steps(name) for name in reading.fields}
         self._rows = AvroRowsDecoder(reading)
 
     def decode(self, records: Sequence[bytes]) -> Decoded:
@@ -72,16 +74,15 @@ class AvroColumnsDecoder:
 
     def _read(self, records: Sequence[bytes]) -> Any:
         batch = pyruhvro.deserialize_array([record + END_BYTES for record in records], self._text)
-        for column in self._columns.values():
+        for column in {steps[0] for steps in self._steps.values()}:
             batch.column(column).validate(full=True)  # pyruhvro does not check that text is UTF-8
         return batch
 
     def _converted(self, batch: Any) -> Decoded:
         reading, n = self._reading, batch.num_rows
-        arrays = {name: batch.column(column) for name, column in self._columns.items()}
-        if reading.time_logical:
-            time = str(reading.schema.time)
-            arrays[time] = arrays[time].cast(pa.timestamp(_UNITS[reading.time_logical.rpartition("-")[2]]))
+        arrays = {name: _array_at(batch, steps) for name, steps in self._steps.items()}
+        for name, logical in reading.times.items():
+            arrays[name] = _as_times(arrays[name], pa.timestamp(_UNITS[logical.rpartition("-")[2]]))
         if reading.is_label_boolean:
             arrays[reading.schema.label.name] = arrays[reading.schema.label.name].cast(pa.int8())
         faults = Faults(n)
@@ -91,6 +92,18 @@ class AvroColumnsDecoder:
         row = np.zeros(n, np.int32)
         decoded = Decoded(index, row, columns, (), n if reading.has_unknown else 0)
         return reject_unusable_numbers(faults.remove_from(decoded, "schema: "), reading.schema)
+
+
+def _array_at(batch: Any, steps: Sequence[str]) -> Any:
+    array = batch.column(steps[0])
+    for step in steps[1:]:
+        array = pc.struct_field(array, array.type.get_field_index(step))
+    return array
+
+
+def _as_times(array: Any, kind: Any) -> Any:
+    """Return an array of counts, or of lists of them, as one of timestamps."""
+    return array.cast(pa.list_(kind) if types.is_list(array.type) else kind)
 
 
 def _columns_text(reading: AvroReading) -> str:

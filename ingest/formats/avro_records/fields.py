@@ -5,7 +5,7 @@ have a default.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from anabranch.ingest.events.schema import Schema
@@ -29,6 +29,8 @@ class _Declared:
     many: bool = False
     """Whether a value is an array of any length."""
     is_time: bool = False
+    path: tuple[str, ...] = ()
+    """The fields of records that lead to it."""
 
     def accepts(self, kind: AvroType, arrays: int = 0) -> list[bool]:
         """Return for each type that a value may have, except null, whether the field accepts it, inside `arrays`."""
@@ -52,7 +54,7 @@ class AvroReading:
     Attributes:
         schema: the pipeline's.
         record: the writer's record type.
-        fields: the names of the fields that are read.
+        fields: the names, in the pipeline's schema, of the fields that are read.
     """
 
     schema: Schema
@@ -60,20 +62,41 @@ class AvroReading:
     fields: tuple[str, ...]
 
     @property
+    def outermost(self) -> tuple[str, ...]:
+        """The fields of the record that have those that are read, or are them."""
+        return tuple(dict.fromkeys(self.schema.path(name)[0] for name in self.fields))
+
+    def steps(self, name: str) -> list[str]:
+        """Return the names under which `written` has the fields of records that lead to a field that is read."""
+        steps, record = [], self.record
+        for part in self.schema.path(name):
+            at = record.fields.index(part)
+            steps.append(f"f{at}")
+            record = record.parts[at].as_record() or record
+        return steps
+
+    @property
     def has_unknown(self) -> bool:
         """Whether records have fields that `[schema]` lacks."""
-        names = {field.name for field in _declared(self.schema)}
+        names = names_of(self.schema)
         return any(name not in names for name in self.record.fields)
 
     def type_of(self, name: str) -> AvroType:
-        """Return the type of a field of the record."""
-        return self.record.parts[self.record.fields.index(name)]
+        """Return the type of a field that is read."""
+        found = _type_at(self.record, self.schema.path(name))
+        assert found is not None
+        return found
 
     @cached_property
-    def time_logical(self) -> str:
-        """The logical type of the field `[schema.time]`, or an empty string for a number of seconds."""
-        kinds = () if self.schema.time is None else self.type_of(self.schema.time).branches()
-        return next((kind.logical for kind in kinds if kind.logical in TIMESTAMPS), "")
+    def times(self) -> dict[str, str]:
+        """The logical type of each field that is a time and is read, where it has one; others are numbers."""
+        names = [feature.name for feature in self.schema.features if feature.is_time]
+        names += [self.schema.time] if self.schema.time is not None else []
+        kinds = {name: self.type_of(name).walk() for name in names if name in self.fields}
+        logical = {
+            name: next((each.logical for each in of if each.logical in TIMESTAMPS), "") for name, of in kinds.items()
+        }
+        return {name: found for name, found in logical.items() if found}
 
     @property
     def is_label_boolean(self) -> bool:
@@ -90,7 +113,7 @@ def read_fields(schema: Schema, record: AvroType) -> AvroReading:
     """
     read = []
     for field in _declared(schema):
-        kind = record.parts[record.fields.index(field.name)] if field.name in record.fields else None
+        kind = _type_at(record, field.path)
         accepted = field.accepts(kind) if kind is not None else []
         if accepted and any(accepted):
             if kind is not None and field.is_time and len(_units(kind)) > 1:
@@ -101,13 +124,22 @@ def read_fields(schema: Schema, record: AvroType) -> AvroReading:
         elif field.required:
             what = "has no field" if kind is None else "has only null in"
             envelope = f"; it is an envelope of Debezium: {UNWRAP}" if set(record.fields) >= DEBEZIUM else ""
-            raise UnfitSchemaError(f"the writer's record {what} {field.name}, which has no default{envelope}")
+            raise UnfitSchemaError(f"the writer's record {what} {'.'.join(field.path)}, which has no default{envelope}")
     return AvroReading(schema, record, tuple(read))
 
 
 def names_of(schema: Schema) -> list[str]:
-    """Return the names of the fields that the pipeline reads."""
-    return [field.name for field in _declared(schema)]
+    """Return the names of the record's fields that the pipeline reads, or in which it reads."""
+    return list(dict.fromkeys(schema.path(name)[0] for name in schema.names))
+
+
+def _type_at(record: AvroType, path: tuple[str, ...]) -> AvroType | None:
+    """Return the type of a field in records within a record; None where it is missing."""
+    kind: AvroType | None = record
+    for part in path:
+        inner = kind.as_record() if kind is not None else None
+        kind = inner.parts[inner.fields.index(part)] if inner is not None and part in inner.fields else None
+    return kind
 
 
 def _units(time: AvroType) -> set[str | float]:
@@ -117,12 +149,18 @@ def _units(time: AvroType) -> set[str | float]:
 
 
 def _declared(schema: Schema) -> Iterator[_Declared]:
+    """Yield the fields that records may have, the features first and in their order."""
+    for each in _described(schema):
+        yield replace(each, path=schema.path(each.name))
+
+
+def _described(schema: Schema) -> Iterator[_Declared]:
     for feature in schema.features:
         kinds = {"b": frozenset({"boolean"}), "f": _NUMBERS}.get(feature.dtype.kind, frozenset({"long"}))
         kind = "string" if feature.is_string else str(feature.dtype)
         expected = f"{kind} of shape {list(feature.shape)}" if feature.shape else kind
         kinds = _WORDS if feature.is_string else kinds
-        yield _Declared(feature.name, expected, kinds, feature.shape, feature.default is None)
+        yield _Declared(feature.name, expected, kinds, feature.shape, feature.default is None, is_time=feature.is_time)
     yield _label(schema)
     for name, expected, kinds in (
         (schema.key, "a string or a whole number", _WORDS | {"long"}),

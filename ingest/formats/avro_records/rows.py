@@ -19,6 +19,7 @@ import numpy as np
 from fastavro.schema import SchemaParseException
 from typing_extensions import override
 
+from anabranch.ingest.events.schema import UNITS
 from anabranch.ingest.formats.avro_records.fields import AvroReading
 from anabranch.ingest.formats.avro_records.schema import TIMESTAMPS, written
 from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject
@@ -64,13 +65,17 @@ class AvroRowsDecoder:
         try:
             self._writer, self._reader = (
                 fastavro.parse_schema(json.loads(written(record, names, END_FIELD, for_columns=False)))
-                for names in (record.fields, reading.fields)
+                for names in (record.fields, reading.outermost)
             )
         except (SchemaParseException, ValueError) as exc:
             raise UnfitSchemaError(f"its Avro schema cannot be used: {exc}") from exc
-        self._open: type[BytesIO] = BytesIO if set(reading.fields) == set(record.fields) else _Record
-        self._names = [(name, f"f{record.fields.index(name)}") for name in reading.fields]
-        self._time_unit = TIMESTAMPS.get(reading.time_logical)
+        self._open: type[BytesIO] = BytesIO if set(reading.outermost) == set(record.fields) else _Record
+        self._steps = [(name, reading.steps(name)) for name in reading.fields]
+        units = {each.name: each.unit for each in reading.schema.features} | {
+            reading.schema.time: reading.schema.time_unit
+        }
+        self._times = [(name, UNITS[units[name]][0] / TIMESTAMPS[logical]) for name, logical in reading.times.items()]
+        self._whole = {each.name for each in reading.schema.features if each.is_time and each.dtype.kind != "f"}
         self._shapes = {f.name: f.shape for f in reading.schema.features if len(f.shape) > 1}
         self._decoder = dict_decoder(reading.schema)
 
@@ -99,10 +104,10 @@ class AvroRowsDecoder:
         return replace(decoded, rejects=sorted([*decoded.rejects, *rejects]), unknown_fields=unknown)
 
     def _event(self, record: dict[str, Any]) -> dict[str, Any]:
-        event = {name: record[field] for name, field in self._names}
+        event = {name: _value_at(record, steps) for name, steps in self._steps}
         schema = self._reading.schema
-        if schema.time and self._time_unit and isinstance(event[schema.time], int | float):
-            event[schema.time] /= self._time_unit
+        for name, factor in self._times:
+            event[name] = _scaled(event[name], factor, whole=name in self._whole)
         if self._reading.is_label_boolean and event[schema.label.name] is not None:
             event[schema.label.name] = int(event[schema.label.name])
         for name, value in event.items():
@@ -113,6 +118,23 @@ class AvroRowsDecoder:
             if isinstance(value, list) and not (value and isinstance(value[0], list)):
                 event[name] = _nested(value, shape)
         return event
+
+
+def _value_at(record: Any, steps: Sequence[str]) -> Any:
+    for step in steps:
+        if record is None:
+            return None
+        record = record[step]
+    return record
+
+
+def _scaled(time: Any, factor: float, *, whole: bool) -> Any:
+    """Return a time, or those of a list, in other units."""
+    if isinstance(time, list):
+        return [_scaled(each, factor, whole=whole) for each in time]
+    if not isinstance(time, int | float):
+        return time
+    return math.floor(time * factor) if whole else time * factor
 
 
 def _nested(flat: list[Any], shape: tuple[int, ...]) -> list[Any]:

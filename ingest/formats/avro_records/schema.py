@@ -122,6 +122,11 @@ class AvroType:
         for part in self.parts:
             yield from part.walk()
 
+    def as_record(self) -> "AvroType | None":
+        """Return the record that a value is where it is not null; None for other types, and for several records."""
+        values = self.without_null()
+        return values[0] if len(values) == 1 and values[0].kind == "record" else None
+
     def branches(self) -> Iterator["AvroType"]:
         """Yield the types of its values, those of unions in unions too."""
         if self.kind != "union":

@@ -63,7 +63,9 @@ def _array(field: ReadField, array: Any) -> Any:
         return _lists(field, array)
     if field.form == "timestamp":
         seconds, nanos = (each.fill_null(0).to_numpy() for each in array.flatten())
-        return pa.array(seconds + nanos / 1e9, mask=~array.is_valid().to_numpy(zero_copy_only=False))
+        return pa.array(
+            field.declared.of_seconds(seconds + nanos / 1e9), mask=~array.is_valid().to_numpy(zero_copy_only=False)
+        )
     if field.form == "wrapper":
         (array,) = array.flatten()
     if field.words is not None:

@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 
-from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.events.schema import UNITS, Schema
 from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError
 
 _REPEATED, _OPTIONAL = FieldDescriptorProto.LABEL_REPEATED, FieldDescriptorProto.LABEL_OPTIONAL
@@ -42,6 +42,14 @@ class DeclaredField:
     is_label: bool = False
     is_word: bool = False
     """Whether values are strings, and those of an enum the names of its values."""
+    per_second: int = 1
+    """What a number counts, of a time."""
+    is_whole: bool = False
+
+    def of_seconds(self, seconds: Any) -> Any:
+        """Return a number of seconds, or an array of them, as the number that a message of this field has."""
+        counts = seconds * self.per_second
+        return counts // 1 if self.is_whole else counts
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,16 @@ def read_type(writer: Descriptor, schema: Schema) -> ReadType:
     message = file.message_type.add(name="Event")
     fields: list[ReadField] = []
     for declared in declared_fields(schema):
-        if declared.name in own:
-            field = _read_field(writer, own[declared.name], declared)
+        path = schema.path(declared.name)
+        if len(path) > 1:
+            raise UnfitSchemaError(f"{'.'.join(path)} is in a message within {writer.full_name}, which cannot be read")
+        if path[0] in own:
+            field = _read_field(writer, own[path[0]], declared)
             fields.append(field)
-            _add(file, message, field, own[declared.name].number)
+            _add(file, message, field, own[path[0]].number)
         elif declared.required:
             raise UnfitSchemaError(
-                f"{writer.full_name} has no field {declared.name}, which [schema] requires; give it a default"
+                f"{writer.full_name} has no field {path[0]}, which [schema] requires; give it a default"
             )
     many = file.message_type.add(name="Events").field.add(name="event", number=1, label=_REPEATED)
     many.type, many.type_name = FieldDescriptorProto.TYPE_MESSAGE, ".read.Event"
@@ -117,6 +128,8 @@ def declared_fields(schema: Schema) -> Iterator[DeclaredField]:
     for feature in schema.features:
         types = {"b": ("bool",), "f": _NUMBERS}.get(feature.dtype.kind, whole)
         expected = "string" if feature.is_string else str(feature.dtype)
+        if feature.is_time:
+            types, expected = (*types, _TIMESTAMP), "a google.protobuf.Timestamp or a number"
         yield DeclaredField(
             feature.name,
             words if feature.is_string else types,
@@ -125,6 +138,8 @@ def declared_fields(schema: Schema) -> Iterator[DeclaredField]:
             repeated=bool(feature.shape),
             required=feature.default is None,
             is_word=feature.is_string,
+            per_second=UNITS[feature.unit][0],
+            is_whole=feature.dtype.kind != "f",
         )
     label = schema.label
     if label.names is not None:
@@ -153,11 +168,12 @@ def declared_fields(schema: Schema) -> Iterator[DeclaredField]:
         (schema.join, (*words, *_INTEGERS), "a string or a whole number"),
     ):
         if name is not None:
-            yield DeclaredField(name, types, expected, is_word="enum" in types)
+            per_second = UNITS[schema.time_unit][0] if name == schema.time else 1
+            yield DeclaredField(name, types, expected, is_word="enum" in types, per_second=per_second)
 
 
 def _read_field(writer: Descriptor, described: FieldDescriptorProto, declared: DeclaredField) -> ReadField:
-    found: Any = writer.fields_by_name[declared.name]
+    found: Any = writer.fields_by_name[described.name]
     repeated = described.label == _REPEATED
     scalar, form = _TYPE_NAMES[described.type], "list" if repeated else "scalar"
     if found.message_type is not None and not repeated and scalar == "message":

@@ -90,7 +90,7 @@ def _value(field: ReadField, message: Any) -> Any:
         return None
     value = getattr(message, name)
     if field.form == "timestamp":
-        return value.seconds + value.nanos / 1e9
+        return field.declared.of_seconds(value.seconds + value.nanos / 1e9)
     if field.form == "wrapper":
         value = value.value
     elif field.form == "list":
