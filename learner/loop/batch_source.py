@@ -25,8 +25,9 @@ class BatchSource:
 
     Where the host can work while the device computes, the next batch is taken early, and copied to the device. Where an
     extension begins work on new events, several are taken early, and copied at their step. A batch is only taken early
-    if it is full at once, and not from a round robin, whose turn is in checkpoints. It is not settled before its step.
-    Events that are erased or removed meanwhile are left out: the rest is copied again. A learner that stops drops it.
+    if blocks that were polled before have a full step of it, and not from a round robin, whose turn is in checkpoints.
+    It is not settled before its step. Events that are erased or removed meanwhile are left out: the rest is copied
+    again. A learner that stops drops it.
 
     Attributes:
         batches: builds those of the stream; its state is part of checkpoints.
@@ -54,7 +55,6 @@ class BatchSource:
         )
         self._foresee = overriding(parts.extensions, "foresee")
         self._copy = parts.trainer.examples
-        self._never = threading.Event()
         self._ahead: deque[Batch] = deque()
         self._copied: tuple[Mapping[str, Array], Examples] | None = None
         overlapping = overlaps(parts.trainer.device)
@@ -71,10 +71,7 @@ class BatchSource:
     def take_next(self) -> None:
         """Take batches and start work on them; called while the device computes a step, maybe several times."""
         while len(self._ahead) < (_FORESEEN if self._foresee else 1):
-            if not isinstance(self.batches, Batches) or not self.batches.is_full():
-                return
-            batch = self.batches.next(self._never)
-            if batch is None:
+            if not isinstance(self.batches, Batches) or (batch := self.batches.next_arrived()) is None:
                 return
             self._ahead.append(batch)
             if not batch.new:

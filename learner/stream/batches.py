@@ -5,6 +5,7 @@ Legend: K rows of a span.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,6 +31,8 @@ MOST_LATE = 4096
 """Number of waiting events and labels of a batch, where they are not trained on yet."""
 MOST_STEPS = 32
 """Steps of a round at most."""
+_KEPT = np.isin(np.arange(256), [PENDING, _STORED_ONLY, _WAITING, _LABEL])
+"""By outcome, whether an event is kept after its round: in the store, or by an extension."""
 _FEW = 8
 """A first read assumes that fewer than one row in `_FEW` is not to be trained on."""
 
@@ -146,12 +149,16 @@ class BatchBuilder:
         return rows, trained, np.flatnonzero(trained)
 
 
+class _CopiedBlock(Block):
+    """A block that has left its slot, so that it is not released."""
+
+
 class Batches:
     """Splits the stream of blocks into batches of at most `batch_size` new events, in order.
 
     Attributes:
-        round: steps of a batch at most. It has the events of several only where one block has all of them: a batch
-            never waits for a second step.
+        round: steps of a batch at most. It has several only where all of their events have arrived: a batch never waits
+            for a second step, and a step that is not full yet is left for the next batch.
     """
 
     def __init__(
@@ -175,9 +182,11 @@ class Batches:
         self._policy = policy
         self._batch_size = batch_size
         self._max_delay = max_delay.total_seconds()
-        self._block: Block | None = None
-        self._ended: list[Block] = []
+        self._blocks: deque[Block] = deque()
+        """Those that have arrived, and of which rows are left."""
         self._cursor = 0
+        """The next row of the first block."""
+        self._ended: list[Block] = []
         self.round = 1
 
     def next(self, stop: threading.Event) -> Batch | None:
@@ -187,58 +196,91 @@ class Batches:
         has passed since its first row, or when it has `most_stored` events that are stored only, or the waiting events
         and labels of a step. A batch without new events only moves positions.
         """
+        return self._next(stop, polls=True)
+
+    def next_arrived(self) -> Batch | None:
+        """Return the next batch, or None unless blocks that were polled before have all events of a step.
+
+        It polls for no block, so that it may be called in the middle of a step.
+        """
+        if not self._blocks:
+            return None
+        trained, _ = self._count(self._blocks[0], self._cursor, self._end_of_take(2 * self._batch_size))
+        return self._next(threading.Event(), polls=False) if trained >= self._batch_size else None
+
+    def _next(self, stop: threading.Event, *, polls: bool) -> Batch | None:
         parts = BatchBuilder(policy=self._policy, unlabelled=self._unlabelled)
         deadline: float | None = None
         stored, late = most_stored(self._batch_size), 1 if self._most_late is None else self._most_late(1)
-        size = self._batch_size
+        size = self._size(parts, polls=polls)
         while parts.count < size and parts.stored < stored and parts.late < late:
-            if stop.is_set():
-                break
-            if self._block is None:
-                left = PATIENCE.total_seconds() if deadline is None else max(0.0, deadline - time.monotonic())
-                self._block = self._next_block(parts, left)
+            if not self._blocks:
+                # From the first row on, even if it is not trained on: a backlog of such rows moves positions too.
+                left = PATIENCE.total_seconds() if deadline is None else deadline - time.monotonic()
+                if stop.is_set() or left <= 0:
+                    break
+                if (block := self._next_block(parts, left)) is None:
+                    if deadline is None:
+                        break
+                    continue
+                self._blocks.append(block)
+                size = self._size(parts, polls=polls)
+            parts.most_rows = self._most_rows()
+            self._cursor = parts.take(self._blocks[0], self._cursor, size - parts.count)
+            if parts.ended:
+                self._ended.append(self._blocks.popleft())
                 self._cursor = 0
-            if self._block is not None:
-                parts.most_rows = self._most_rows()
-                if self.round > 1 and not parts.count:
-                    steps = self._waiting(self.round * self._batch_size) // self._batch_size
-                    size = self._batch_size * max(1, min(self.round, steps))
-                self._cursor = parts.take(self._block, self._cursor, size - parts.count)
-                if parts.ended:
-                    self._ended.append(self._block)
-                    self._block = None
-            elif deadline is None:
-                break
-            # From the first row on, even if it is not trained on: a backlog of such rows moves positions too.
             if deadline is None:
                 deadline = time.monotonic() + self._max_delay
-            elif time.monotonic() >= deadline:
-                break
         batch = parts.batch() if parts.spans else None
         self._release()
+        self._leave_slots()
         if batch is not None and parts.count > self._batch_size:
             batch.ends = step_ends(parts.count, self._batch_size)
         return batch
 
-    def is_full(self) -> bool:
-        """Return whether the current block has all events of a step, so that `next` returns a batch at once."""
-        return self._block is not None and self._waiting(self._batch_size) >= self._batch_size
+    def _size(self, parts: BatchBuilder, *, polls: bool) -> int:
+        """Return how many events the batch gets, with those that it has: of all full steps that have arrived, up to
+        `round`, but of one step at least.
 
-    def _waiting(self, most: int) -> int:
-        """Return how many of the next events of the current block, up to `most` or twice as many, are trained on."""
-        assert self._block is not None
-        most_rows = self._most_rows() or 2 * most
-        rows = self._block.rows(self._cursor, min(len(self._block), self._cursor + min(2 * most, most_rows)))
+        With `polls`, it polls for further blocks, without waiting. Only one block has events of several steps where it,
+        or the batch before it, has others that are kept: there is room for so many.
+        """
+        most, count = self.round * self._batch_size, parts.count
+        rows, at = 2 * most, 0
+        while self.round > 1 and count < most and rows > 0:
+            if at == len(self._blocks):
+                if not polls or (block := self._source.poll(_AT_ONCE)) is None:
+                    break
+                self._blocks.append(block)
+            block, begin = self._blocks[at], 0 if at else self._cursor
+            end = min(len(block), begin + rows) if at else self._end_of_take(rows)
+            trained, kept = self._count(block, begin, end)
+            if kept > trained and at:
+                break
+            count += trained
+            if kept > trained or end < len(block) or parts.stored or parts.late:
+                break
+            rows, at = rows - (end - begin), at + 1
+        return self._batch_size * max(1, min(self.round, count // self._batch_size))
+
+    def _count(self, block: Block, begin: int, end: int) -> tuple[int, int]:
+        """Return how many rows of a block are to be trained on, and how many are kept: these, and others."""
+        rows = block.rows(begin, end)
         settled = self._policy.settle(rows) if self._policy is not None and self._policy.behind else rows
-        return int(np.count_nonzero(trainable(settled, unlabelled=self._unlabelled)))
+        trained = np.count_nonzero(trainable(settled, unlabelled=self._unlabelled))
+        return int(trained), int(np.count_nonzero(_KEPT[settled["outcome"]]))
+
+    def _end_of_take(self, rows: int) -> int:
+        """Return where `rows` rows of the first block end, of those that are taken of it at once."""
+        return min(len(self._blocks[0]), self._cursor + min(rows, self._most_rows() or rows))
 
     def _most_rows(self) -> int | None:
-        """Return how many rows are taken of the current block at once: those of as many full steps as it has, where
+        """Return how many rows are taken of the first block at once: those of as many full steps as it has, where
         waiting events are trained on; None: there is no bound."""
         if self._most_late is None:
             return None
-        assert self._block is not None
-        left, most = len(self._block) - self._cursor, self._most_late
+        left, most = len(self._blocks[0]) - self._cursor, self._most_late
         return next((rows for steps in range(self.round, 1, -1) if (rows := most(steps)) <= left), most(1))
 
     def _next_block(self, parts: BatchBuilder, seconds: float) -> Block | None:
@@ -257,8 +299,19 @@ class Batches:
     def _release(self) -> None:
         """Give back the blocks that have ended; no views of them are in use."""
         for block in self._ended:
-            self._source.release(block)
+            if not isinstance(block, _CopiedBlock):
+                self._source.release(block)
         self._ended.clear()
+
+    def _leave_slots(self) -> None:
+        """Copy the blocks after the first, as a rule small parts of one step: the reader may need their slots until the
+        next batch."""
+        for at in range(1, len(self._blocks)):
+            block = self._blocks[at]
+            if not isinstance(block, _CopiedBlock):
+                columns = {name: column.copy() for name, column in block.columns.items()}
+                self._blocks[at] = _CopiedBlock(columns, block.coverage, contexts=block.contexts)
+                self._source.release(block)
 
     def state(self) -> dict[str, Any]:
         """Return nothing: positions are enough to resume."""

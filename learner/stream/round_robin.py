@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from anabranch.learner.stream.batches import PATIENCE, BatchBuilder, BlockSource
 
 _DEAD_LETTERED, _SKIPPED = np.uint8(Outcome.DEAD_LETTERED), np.uint8(Outcome.SKIPPED)
 _TOMBSTONE = np.uint8(SkipReason.TOMBSTONE)
+_AT_ONCE = timedelta(0)
 MOST_ROWS = 1_000_000
 """Largest number of events that may wait for their turn."""
 
@@ -110,11 +112,13 @@ class RoundRobin:
             SettingsError: too many events wait for a partition that has none.
         """
         while not stop.is_set():
-            if steps := self._steps():
-                return joined(steps)
-            block = self._source.poll(PATIENCE)
+            waiting = sum(queue.trainable for queue in self._queues)
+            block = self._source.poll(_AT_ONCE) if waiting < self.round * self._batch_size else None
             if block is None:
-                return None
+                if steps := self._steps():
+                    return joined(steps)
+                if (block := self._source.poll(PATIENCE)) is None:
+                    return None
             settled = self._sort(block)
             self._source.release(block)
             if settled is not None:

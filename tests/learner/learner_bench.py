@@ -104,8 +104,7 @@ class Stream:
 
     def poll(self, timeout):
         if self.next == self.blocks:
-            self.stop.set()
-            return None
+            return self.end(timeout)
         begin = self.next * ROWS
         self.next += 1
         columns = fake_columns(self.schema, range(begin, begin + ROWS), label=[0, 1, 2, 1])
@@ -121,6 +120,11 @@ class Stream:
         if self.change is not None:
             self.change(columns)
         return Block(columns, (Coverage(0, begin, begin + ROWS),))
+
+    def end(self, timeout):
+        """Stop the learner where it waits for more: before that it may have blocks left."""
+        if timeout:
+            self.stop.set()
 
     def receive(self):
         """`poll` returns all blocks."""
@@ -173,7 +177,8 @@ class LearnerBench:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop) if stream is None else stream(self.stop)
         settings = LearnerSettings.model_validate(
-            {"batch_size": ROWS - 1, "replay_ratio": 1.3, "max_delay": "1ms", **(learner or {})}
+            # Each step is a round: a clock does not decide how many blocks one has.
+            {"batch_size": ROWS - 1, "replay_ratio": 1.3, "max_delay": "1ms", "round": "0.001ms", **(learner or {})}
         )
         registry = CollectorRegistry()
         self.metrics = LoopMetrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))

@@ -52,8 +52,7 @@ class WideStream(Stream):
     @override
     def poll(self, timeout):
         if self.offset == EVENTS:
-            self.stop.set()
-            return None
+            return self.end(timeout)
         number, row = divmod(self.offset, BLOCK)
         columns = fake_columns(self.schema, range(number * BLOCK, (number + 1) * BLOCK), label=[0, 1, 2, 1])
         columns["outcome"][::40] = 3
@@ -184,6 +183,36 @@ def test_the_bits_are_the_same_whatever_the_steps_of_a_round(schema, compared, s
         assert one.loop.ledger.totals.skipped == {"non_finite": 32, "model": 36}
 
 
+class OddStream(WideStream):
+    """A topic whose blocks end anywhere: with half a step, one, or in the middle of some; one in 40 is held out."""
+
+    SIZES = (1, 3, 8, 8, 8, 13, 5, 40, 0, 2, 100, 64, 7)
+
+    @override
+    def poll(self, timeout):
+        if self.offset == EVENTS:
+            return self.end(timeout)
+        begin, size = self.offset, self.SIZES[self.next % len(self.SIZES)]
+        self.next, self.offset = self.next + 1, min(EVENTS, begin + size)
+        columns = fake_columns(self.schema, range(begin, self.offset + 1), label=[0, 1, 2, 1])
+        columns = {name: column[:-1] for name, column in columns.items()}
+        columns["outcome"][columns["offset"] % 40 == 0] = Outcome.HELD_OUT
+        columns["feature.x"] += np.random.default_rng(begin).normal(size=columns["feature.x"].shape).astype(np.float32)
+        columns["feature.x"][np.isin(columns["offset"], [53, 54, 201])] = np.nan
+        columns["feature.x"][np.isin(columns["offset"], [90, 91, *range(250, 266)])] = 2 * TOO_LARGE
+        return Block(columns, (Coverage(0, begin, self.offset),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "fixed"), [("er", True), ("none", True), ("none", False)])
+def test_the_bits_are_the_same_wherever_blocks_end(schema, compared, strategy, fixed):
+    """Also where no bits are asked for, and a round has the blocks that have arrived."""
+    learner = {"max_delay": "1h", **({"deterministic": True} if fixed else {})}
+    one = compared(schema, strategy, learner, kind=OddStream, each=fixed)
+    assert one.loop.ledger.totals.skipped == {"non_finite": 16, "model": 18}
+    assert one.loop.ledger.totals.outcomes["trained"] == EVENTS - 16 - 34
+
+
 @pytest.mark.slow
 def test_the_bits_are_the_same_with_a_gradient_of_several_passes(schema, compared):
     compared(schema, "er", {**FIXED, "micro_batch_size": 3}, spoil)
@@ -222,7 +251,7 @@ def erase(columns):
 
 @pytest.mark.slow
 def test_a_tombstone_ends_a_round_so_that_the_bits_are_the_same(schema, compared, tmp_path):
-    one = compared(schema, "er", FIXED, erase, longest=15, keyed=True)
+    one = compared(schema, "er", FIXED, erase, longest=22, keyed=True)
     assert one.log.count == 6
     assert one.erasure.erased > 10
     again = []
@@ -255,9 +284,7 @@ class LateStream(WideStream):
     def poll(self, timeout):
         if self.next == self.blocks:  # for the first time, there are decided events to train on
             self.ended = self.ended or self.turn
-            if self.turn > self.ended:
-                self.stop.set()
-            return None
+            return self.end(timeout) if self.turn > self.ended else None
         number, kind = divmod(self.next, 2)
         self.next += 1
         offsets = range(number * BLOCK, (number + 1) * BLOCK)
@@ -458,8 +485,7 @@ class UnevenStream(WideStream):
     @override
     def poll(self, timeout):
         if self.next == self.blocks:
-            self.stop.set()
-            return None
+            return self.end(timeout)
         begin, end = [0, *self.ends][self.next : self.next + 2]
         self.next += 1
         return Block(fake_columns(self.schema, range(begin, end), label=[0, 1, 2, 1]), (Coverage(0, begin, end),))
@@ -503,6 +529,8 @@ def test_each_step_takes_its_part_of_the_sample_where_the_device_has_no_memory_f
 ):
     settings, examples_of_all, short = {"deterministic": True}, replay_feed.all_examples_of, list[int]()
     expected, bench = (made(tmp_path / name, schema, 7, "der++", settings) for name in ("expected", "short"))
+    for each in (expected, bench):
+        each.parts.replay._ahead = 16  # type: ignore[attr-defined]
     rounds_of(expected)
 
     def without_memory(sample):

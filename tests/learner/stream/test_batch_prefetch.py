@@ -23,9 +23,7 @@ BLOCKS, BATCH = 6, 10
 def run(schema, path, *tasks):
     """Run a learner; return it and the order in which batches are copied and steps are taken."""
     torch.manual_seed(0)
-    bench = LearnerBench(
-        path, schema, small_model(), BLOCKS, learner={"batch_size": BATCH, "max_delay": "1h", "round": "0.001ms"}
-    )
+    bench = LearnerBench(path, schema, small_model(), BLOCKS, learner={"batch_size": BATCH, "max_delay": "1h"})
     order, step, copy = list[str](), bench.trainer.step, bench.trainer.examples
 
     def stepped(*given):

@@ -52,21 +52,28 @@ def next_of(batches):
     return batch
 
 
-@given(st.integers(1, 3), st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 60), st.data())
-def test_rows_are_those_of_the_stream_though_a_batch_is_larger_than_all_slots(schema, slots, sizes, size, data):
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    st.integers(1, 60),
+    st.sampled_from([1, 2, 7, 32]),
+    st.data(),
+)
+def test_rows_are_those_of_the_stream_though_a_batch_is_larger_than_all_slots(schema, slots, sizes, size, steps, data):
+    """In rounds of any number of steps, whose blocks end anywhere; and then no slot is kept but that of one block."""
     total = sum(sizes)
     others = data.draw(st.frozensets(st.integers(0, max(0, total - 1)), max_size=total))
     trained = [offset for offset in range(total) if offset not in others]
-    batches, found, held = (
-        Batches(Slots(schema, list(sizes), slots, others), size, timedelta(0)),
-        list[int](),
-        list[int](),
-    )
+    stream, found, held = Slots(schema, list(sizes), slots, others), list[int](), list[int]()
+    batches = Batches(stream, size, timedelta(0))
+    batches.round = steps
     # Every event, whoever it is, is settled by a span.
     position = 0
     while position < total:
         batch = next_of(batches)
-        assert len(batch) <= size
+        assert len(batch) <= steps * size
+        assert len(batch) <= size or not len(batch) % size
+        assert stream._free >= slots - 1
         for columns, offsets in ((batch.new, found), (batch.held_out, held)):
             if columns:
                 offsets += columns["offset"].tolist()
@@ -75,6 +82,56 @@ def test_rows_are_those_of_the_stream_though_a_batch_is_larger_than_all_slots(sc
         position = max([position, *(each.offset for span in batch.spans for each in span.positions.values())])
     assert found == trained
     assert held == sorted(others & set(range(total)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps", "expected"),
+    [
+        ([8] * 6, 4, [32, 16]),  # a step each
+        ([3] * 16, 4, [32, 16]),  # less than a step, and its end in the middle of one
+        ([20, 12, 40], 32, [72]),
+        ([20, 12, 3], 32, [32, 3]),  # what is no whole step is left for the next batch
+        ([6, 30], 2, [16, 16, 4]),
+    ],
+)
+def test_a_round_has_all_full_steps_that_have_arrived_wherever_their_blocks_end(schema, sizes, steps, expected):
+    batches = Batches(Slots(schema, list(sizes), 16), 8, timedelta(0))
+    batches.round = steps
+    found = [next_of(batches) for _ in expected]
+    assert [len(batch) for batch in found] == expected
+    assert np.concatenate([batch.new["offset"] for batch in found]).tolist() == list(range(sum(sizes)))
+    assert [list(batch.ends) for batch in found] == [[*range(8, n, 8), n] if n > 8 else [] for n in expected]
+
+
+def test_a_round_does_not_wait_for_a_second_step(schema):
+    stream = Slots(schema, [8, 7], 16)
+    batches, polled, waits = Batches(stream, 8, LONG), stream.poll, list[timedelta]()
+    batches.round = 32
+    stream.poll = lambda timeout: waits.append(timeout) or polled(timeout)  # type: ignore[method-assign]
+    assert len(next_of(batches)) == 8
+    assert waits[1:] == [timedelta(0)] * 2
+
+
+@pytest.mark.parametrize("outcome", [Outcome.STORED_ONLY, Outcome.WAITING, Outcome.LABEL])
+def test_a_round_has_one_block_of_events_that_are_kept_without_a_step(schema, outcome):
+    """There is room for those of one: in the store, or among those that wait."""
+    stream, columns = Slots(schema, [], 0), list[Block]()
+    for number in range(4):
+        block = fake_columns(schema, range(16 * number, 16 * number + 16), label=[0, 1, 2])
+        block["outcome"][5 if number else 16 :] = outcome
+        columns.append(Block(block, (Coverage(0, 16 * number, 16 * number + 16),)))
+    stream.poll = lambda timeout: columns.pop(0) if columns else None  # type: ignore[method-assign]
+    stream.release = lambda block: None  # type: ignore[method-assign]
+    batches = Batches(stream, 2, timedelta(0), most_late=lambda _steps: 100)
+    batches.round = 32
+    kept = []
+    while columns or batches._blocks:
+        batch = next_of(batches)
+        kept.append(
+            sum(len(each["offset"]) if each else 0 for each in (batch.stored_only, batch.waiting, batch.labels))
+        )
+    assert sum(kept) == 33
+    assert max(kept) == 11
 
 
 def test_a_batch_larger_than_all_slots_releases_the_slots_that_it_needs(schema):

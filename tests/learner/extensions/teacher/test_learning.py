@@ -170,7 +170,7 @@ def test_erased_events_are_not_trained_on_although_the_teacher_was_asked_about_t
 
 
 def test_batches_that_are_there_are_asked_about_before_their_step(make_bench):
-    bench = make(make_bench, 3, LinearTeacher(), learner={"batch_size": 5, "max_delay": "10s", "round": "0.001ms"})
+    bench = make(make_bench, 3, LinearTeacher(), learner={"batch_size": 5, "max_delay": "10s"})
     assert bench.feed is not None
     order: list[str] = []
     ask, step = bench.feed.foresee, bench.trainer.step

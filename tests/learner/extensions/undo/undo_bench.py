@@ -37,8 +37,7 @@ class GappyStream(Stream):
         index = int(self.read_to[0] > self.read_to[1])
         begin = self.read_to[index]
         if begin >= self.count:
-            self.stop.set()
-            return None
+            return self.end(timeout)
         end = self.read_to[index] = min(self.count, begin + FETCHED)
         gone = self.missing.get(NAMES[index], ())
         columns = fake_columns(self.schema, range(begin, end), partition=index)
