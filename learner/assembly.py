@@ -34,6 +34,7 @@ from anabranch.learner.device.cuda_limits import confined, prepare_cuda, using_d
 from anabranch.learner.device.out_of_memory import MemoryRetry, oom_warning
 from anabranch.learner.device.speed_check import time_product
 from anabranch.learner.device.visible_devices import leave_out_unusable
+from anabranch.learner.evaluate.baselines import Baselines
 from anabranch.learner.evaluate.event_time import EventTimePredictor
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.scoring import Scorer
@@ -349,7 +350,8 @@ class Assembly:
         )
         if self._search is not None and not spec.learner.deterministic:  # it would then depend on clocks
             self._search.is_behind = lambda: lag.behind
-        late, mirror = self._open_late_labels(lag, resumed), self._open_mirror(written)
+        monitor = StreamMonitor(settings, self.setup.schema)
+        late, mirror = self._open_late_labels(lag, resumed, monitor.baselines), self._open_mirror(written)
         self.extensions = tuple(each for each in (*self._extensions(late), mirror) if each is not None)
         checkpointer = self._build_checkpointer(resumed, store, checkpoints)
         has_history = spec.stream.backfill is not None
@@ -367,7 +369,6 @@ class Assembly:
         erasure.record_erased(*resumed.erased_counts)
         if self._log_fetched:
             erasure.start_over()
-        monitor = StreamMonitor(settings, bounded=self.setup.schema.label.classes is not None)
         timer = metrics.replay.sample
         replay = make_feed(store, settings, self._row_groups, monitor, holdout, self.trainer, timer)
         publisher = self._build_publisher(resumed)
@@ -445,21 +446,12 @@ class Assembly:
         if self._storage is not None and self._storage.only:
             self._storage.bases.prune()
 
-    def _open_late_labels(self, lag: LagPolicy, resumed: ResumePoint) -> LateLabels | None:
+    def _open_late_labels(self, lag: LagPolicy, resumed: ResumePoint, baselines: Baselines) -> LateLabels | None:
         """Return the join of events and late labels, with the events of the checkpoint; None without
         `[stream.labels]`."""
         spec, setup, settings = self.spec, self.setup, self.spec.stream.labels
         if settings is None:
             return None
-        part = open_join(
-            settings,
-            setup.schema,
-            setup.output_shape,
-            WAITING_EVENTS.folder(spec.state_dir),
-            resumed.found,
-            first=resumed.first,
-            complete=spec.complete,
-        )
         predictor = EventTimePredictor(
             setup.model,
             setup.task,
@@ -468,6 +460,16 @@ class Assembly:
             setup.precision,
             setup.output_shape,
             self.trainer.staging.before_chunk,
+            baselines,
+        )
+        part = open_join(
+            settings,
+            setup.schema,
+            (predictor.width,),
+            WAITING_EVENTS.folder(spec.state_dir),
+            resumed.found,
+            first=resumed.first,
+            complete=spec.complete,
         )
         hold_out, step_size = spec.gate.hold_out(self._secret), spec.learner.batch_size * self._row_groups
         late = LateLabels(part, settings, hold_out, predictor, lag, step_size, spec.learner.max_delay)

@@ -71,8 +71,8 @@ class Extension:
         """Return the events of a round, once it has none that are erased; repeated where the device has no memory."""
         return batch
 
-    def scored(self, batch: Batch) -> tuple[Scored, Array] | None:
-        """Return the scores of those events of a round whose label is known, from before it, and these labels.
+    def scored(self, batch: Batch) -> Scored | None:
+        """Return the scores of those events of a round whose label is known, from before it, with those of baselines.
 
         None: these are the scores of the steps' own predictions. One extension at most overrides this.
         """

@@ -25,6 +25,7 @@ from anabranch.learner.settings.search import shown
 from anabranch.learner.status.report import (
     LAG_STALE,
     BackfillReport,
+    BaselineReport,
     CanaryReport,
     DeviceSharingReport,
     LabelReport,
@@ -33,7 +34,6 @@ from anabranch.learner.status.report import (
     StorageReport,
     UndoReport,
     no_better,
-    simplest_rule,
 )
 from anabranch.learner.status.report import read_report as read_learner
 from anabranch.runtime.console import PlainConsole
@@ -193,8 +193,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row("absolute error", _pairs({k: f"{v:.4g}" for k, v in report.error.items()}))
     else:
         table.add_row("accuracy", _pairs({k: f"{v:.1%}" for k, v in report.accuracy.items()}) or "not known yet")
-    if report.simplest:
-        table.add_row("simplest rule", _simplest(report))
+    for number, baseline in enumerate(report.baselines.values()):
+        table.add_row("" if number else "baselines", _baseline(report, baseline))
     if report.loss:
         table.add_row("loss", _pairs({k: f"{v:.4g}" for k, v in report.loss.items()}))
     if report.forgetting is not None:
@@ -245,12 +245,14 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     return table
 
 
-def _simplest(report: LearnerReport) -> Text:
-    """Say what the simplest rule achieves, in yellow where the model is no better."""
-    shown = {name: f"{value:.4g}" if report.error else f"{value:.1%}" for name, value in report.simplest.items()}
-    text = Text(f"{_pairs(shown)}: always {simplest_rule(report)}")
-    if worse := no_better(report):
-        text.append(f"; the model is no better in {' and '.join(worse)}", style="yellow")
+def _baseline(report: LearnerReport, baseline: BaselineReport) -> Text:
+    """Say what a baseline achieves and how the model compares, in yellow where it is no better."""
+    shown = {name: f"{value:.4g}" if report.error else f"{value:.1%}" for name, value in baseline.scores.items()}
+    text = Text(f"{baseline.rule}: {_pairs(shown) or 'not known yet'}")
+    if baseline.comparison:
+        text.append(f"; now the model is {baseline.comparison}", style="yellow" if baseline.worse else "")
+    if worse := no_better(report, baseline):
+        text.append(f"; it is no better in {' and '.join(worse)}", style="yellow")
     return text
 
 

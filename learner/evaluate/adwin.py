@@ -73,11 +73,14 @@ _SHORTEST = 5
 """Neither part of a window that is split has fewer values."""
 _GRACE = 10
 """A window with so many values or fewer is not split."""
+_FEWEST_COMPARED = 20
+"""With fewer values the error of a difference is not known."""
 _TAIL = 4.0
 """The bound's term for rare values, in standard deviations, where the range of values is unknown."""
 
-Summary = tuple[int, float, float, float]
-"""Of a bucket: values, their weight, the weighted sum, and the squared deviations from the mean."""
+Summary = tuple[int, float, float, float, list[float]]
+"""Of a bucket: values, their weight, the weighted sum, the squared deviations from the mean, and other sums."""
+_ALONE: NDArray[np.float64] = np.zeros(0)
 
 
 @dataclass(slots=True)
@@ -86,16 +89,18 @@ class _Bucket:
     weight: float
     total: float
     deviation: float
+    extra: NDArray[np.float64]
 
     @property
     def summary(self) -> Summary:
-        return self.count, self.weight, self.total, self.deviation
+        return self.count, self.weight, self.total, self.deviation, self.extra.tolist()
 
     def joined(self, other: "_Bucket") -> "_Bucket":
         weight = self.weight + other.weight
         difference = self.total / self.weight - other.total / other.weight
         deviation = self.deviation + other.deviation + self.weight * other.weight / weight * difference * difference
-        return _Bucket(self.count + other.count, weight, self.total + other.total, deviation)
+        extra = self.extra + other.extra if len(self.extra) else _ALONE
+        return _Bucket(self.count + other.count, weight, self.total + other.total, deviation, extra)
 
 
 class Adwin:
@@ -103,9 +108,12 @@ class Adwin:
 
     Its memory grows with the logarithm of the window's length. State is plain numbers, and results depend on the
     values alone. Used by one thread.
+
+    Other totals of the same observations may be next to each value, which do not decide how long the window is: their
+    means, and how the value differs from them, are of the same window.
     """
 
-    def __init__(self, delta: float = 0.002, *, every: int = 32, bounded: bool = True) -> None:
+    def __init__(self, delta: float = 0.002, *, every: int = 32, bounded: bool = True, others: int = 0) -> None:
         """Create an empty window.
 
         Args:
@@ -113,6 +121,7 @@ class Adwin:
             every: values between two checks.
             bounded: whether values are between 0 and 1; if not, the bound depends on their variance, and values are
                 winsorised: one of any size would make the variance too large for a change to be found.
+            others: how many totals are next to each value, K; they are bounded as the values are.
         """
         self._delta = delta
         self._every = every
@@ -120,28 +129,29 @@ class Adwin:
         self._rows: list[list[_Bucket]] = []  # by size, 1, 2, 4, ...; in each the oldest first
         self._all: _Bucket | None = None
         self._since = 0
-        self._winsorizer = None if bounded else Winsorizer()
-        self._first: list[tuple[float, float]] = []
-        """The first values, which are bounded once their size is known."""
-        self.added = 0.0
-        """The total that was added last, as it counts."""
+        self._others = others
+        self._winsorizers = [] if bounded else [Winsorizer() for _ in range(1 + others)]
+        self._first: list[tuple[float, ...]] = []
+        """The first weights, with the values and totals next to them, which are bounded once their size is known."""
+        self.added: tuple[float, ...] = (0.0,) * (1 + others)
+        """The total that was added last, and those next to it, as they count."""
 
-    def add(self, total: float, weight: float = 1.0) -> float:
-        """Add one value: the mean of `weight` observations that sum to `total`.
+    def add(self, total: float, weight: float = 1.0, others: Sequence[float] = ()) -> float:
+        """Add one value: the mean of `weight` observations that sum to `total`, with the K `others` next to it.
 
         Returns:
             By how much the mean has changed, newer less older part, when the older has been dropped; else 0.
         """
-        if self._winsorizer is not None:
-            value = self._winsorizer.add(total / weight)
+        totals = (total, *others)
+        if self._winsorizers:
             if self._all is None or self._first:
-                self._first.append((total, weight))
-            total = value * weight
+                self._first.append((weight, *totals))
+            pairs = zip(self._winsorizers, totals, strict=True)
+            totals = tuple(winsorizer.add(each / weight) * weight for winsorizer, each in pairs)
             if len(self._first) == FEWEST:
                 self._begin_again()
                 return 0.0
-        self.added = total
-        self._append(total, weight)
+        self._append(totals, weight)
         self._since += 1
         if self._since < self._every:
             return 0.0
@@ -150,15 +160,22 @@ class Adwin:
 
     def _begin_again(self) -> None:
         """Put the first values into the window once more, bounded by the median of all of them."""
-        first, self._first, self._rows, self._all = self._first, [], [], None
-        sizes = winsorized(np.array([total / weight for total, weight in first]))
-        for value, (_, weight) in zip(sizes.tolist(), first, strict=True):
-            self.added = value * weight
-            self._append(self.added, weight)
+        first, self._first, self._rows, self._all = np.array(self._first), [], [], None
+        weights = first[:, 0]
+        totals = np.stack([winsorized(column / weights) * weights for column in first[:, 1:].T], axis=1)
+        for weight, row in zip(weights.tolist(), totals.tolist(), strict=True):
+            self._append(tuple(row), weight)
         self._since += 1
 
-    def _append(self, total: float, weight: float) -> None:
-        bucket = _Bucket(1, weight, total, 0.0)
+    def _append(self, totals: tuple[float, ...], weight: float) -> None:
+        self.added, (total, *others) = totals, totals
+        extra = _ALONE
+        if others:
+            differences = [total - other for other in others]
+            squares = [each * each for each in differences]
+            products = [weight * each for each in differences]
+            extra = np.array([*others, *squares, *products, weight * weight])
+        bucket = _Bucket(1, weight, total, 0.0, extra)
         self._all = bucket if self._all is None else self._all.joined(bucket)
         if not self._rows:
             self._rows.append([])
@@ -180,6 +197,30 @@ class Adwin:
         """Values in the window."""
         return 0 if self._all is None else self._all.count
 
+    @property
+    def other_means(self) -> list[float]:
+        """Means over the window of the K totals next to the values; zeros before the first."""
+        if self._all is None or not self._others:
+            return [0.0] * self._others
+        means: list[float] = (self._all.extra[: self._others] / self._all.weight).tolist()
+        return means
+
+    @property
+    def other_errors(self) -> list[float]:
+        """Standard errors of the differences of the mean from the K next to it; infinity for few values.
+
+        Observations of one value are not taken for independent: each value is one cluster (Liang & Zeger 1986,
+        "Longitudinal data analysis using generalized linear models").
+        """
+        if self._all is None or self._all.count < _FEWEST_COMPARED or not self._others:
+            return [math.inf] * self._others
+        count, weight, extra = self._all.count, self._all.weight, self._all.extra
+        others, squares, products = extra[:-1].reshape(3, -1)
+        mean = (self._all.total - others) / weight
+        square = squares - 2 * mean * products + mean * mean * extra[-1]
+        errors: list[float] = (np.sqrt(np.maximum(square, 0.0) * count / (count - 1)) / weight).tolist()
+        return errors
+
     def state(self) -> dict[str, Any]:
         """Return plain numbers, for a checkpoint."""
         rows = [[bucket.summary for bucket in row] for row in self._rows]
@@ -188,18 +229,19 @@ class Adwin:
             "all": None if self._all is None else self._all.summary,
             "since": self._since,
         }
-        if self._winsorizer is not None:
-            state |= {"recent": self._winsorizer.state(), "first": self._first}
+        if self._winsorizers:
+            state |= {"recent": [each.state() for each in self._winsorizers], "first": self._first}
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the window of a checkpoint."""
-        self._rows = [[_Bucket(*summary) for summary in row] for row in state["rows"]]
-        self._all = None if state["all"] is None else _Bucket(*state["all"])
+        self._rows = [[_bucket_of(summary) for summary in row] for row in state["rows"]]
+        self._all = None if state["all"] is None else _bucket_of(state["all"])
         self._since = state["since"]
-        if self._winsorizer is not None:
-            self._winsorizer.restore(state["recent"])
-            self._first = [(total, weight) for total, weight in state["first"]]
+        if self._winsorizers:
+            for winsorizer, recent in zip(self._winsorizers, state["recent"], strict=True):
+                winsorizer.restore(recent)
+            self._first = [tuple(each) for each in state["first"]]
 
     def _compress(self) -> None:
         for size, row in enumerate(self._rows):
@@ -250,4 +292,10 @@ class Adwin:
         count, weight, total = whole.count - oldest.count, whole.weight - oldest.weight, whole.total - oldest.total
         difference = oldest.total / oldest.weight - total / weight
         lost = oldest.deviation + oldest.weight * weight / (oldest.weight + weight) * difference * difference
-        self._all = _Bucket(count, weight, total, max(0.0, whole.deviation - lost))
+        extra = whole.extra - oldest.extra if len(whole.extra) else _ALONE
+        self._all = _Bucket(count, weight, total, max(0.0, whole.deviation - lost), extra)
+
+
+def _bucket_of(summary: Summary) -> _Bucket:
+    """Return the bucket of a checkpoint."""
+    return _Bucket(*summary[:4], np.array(summary[4]))

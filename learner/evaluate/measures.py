@@ -114,7 +114,7 @@ class Measure:
     def estimate_of_counts(self, outcomes: Outcomes, counts_G: Floats, certainty: float) -> "Estimate | None":
         """Return the value with its 95 % interval where each outcome stands for a count of events.
 
-        `certainty`: how many events without fading tell as much as one of the counts, 1 or more.
+        `certainty`: how many events without fading say as much as one of the counts, 1 or more.
         """
 
         def samples() -> Floats:

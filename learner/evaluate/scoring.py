@@ -21,9 +21,9 @@ from anabranch.learner.device.host_staging import CHUNK_BYTES, pieces
 from anabranch.learner.device.memory_ledger import SCORER_MODULES
 from anabranch.learner.device.out_of_memory import free_cached_memory
 from anabranch.learner.evaluate.adwin import winsorized
+from anabranch.learner.evaluate.baselines import score_of_constant
 from anabranch.learner.evaluate.chunks import Chunks
 from anabranch.learner.evaluate.holdout import YOUNG, HoldoutRows
-from anabranch.learner.evaluate.stream_monitor import score_of_constant
 from anabranch.learner.model.device import Precision
 from anabranch.learner.model.factory import forward
 from anabranch.learner.model.faulty_events import Check, may_be_of_events, raising, works_on_zeros
@@ -141,13 +141,13 @@ class Evaluation:
             with the lowest score.
         classes: by the name of the class, or its number.
         groups: by the hash of the group, 16 hexadecimal digits: the events do not carry its name.
-        simplest: what one answer for all events scores, on the events of the windows `new` and `old`.
+        constant: what one answer for all events scores, on the events of the windows `new` and `old`.
     """
 
     windows: Mapping[str, float] = field(default_factory=dict)
     classes: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, float] = field(default_factory=dict)
-    simplest: Mapping[str, float] = field(default_factory=dict)
+    constant: Mapping[str, float] = field(default_factory=dict)
 
 
 def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRows) -> Evaluation:
@@ -173,8 +173,8 @@ def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRo
         groups = {f"{number:016x}": score for number, score in by_group.items()}
     label_G = rows.columns["label"]
     constants = {"new": score_of_constant(label_G[total - young :]), "old": score_of_constant(label_G[: total - young])}
-    simplest = {name: score for name, score in constants.items() if score is not None}
-    return Evaluation(_finite(windows), _finite(classes), _finite(groups), _finite(simplest))
+    constant = {name: score for name, score in constants.items() if score is not None}
+    return Evaluation(_finite(windows), _finite(classes), _finite(groups), _finite(constant))
 
 
 def class_marks(schema: Schema, rows: HoldoutRows) -> dict[str, NDArray[np.bool_]]:

@@ -1,13 +1,14 @@
-"""Measures the stream with each round: scores of new events, the simplest rule, drift, and how the learner responds.
+"""Measures the stream with each round: scores of new events and of baselines, drift, and how the learner responds.
 
 Test-then-train: each step's predictions are those of a model that has not seen the events (Gama et al. 2013, "On
 evaluating stream learning algorithms"). Drift is detected by the error on new events, and adjusts the learning rate and
 the replay ratio of the next round.
 """
 
+import itertools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.learner.evaluate.adwin import Adwin, Winsorizer, winsorized
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.evaluate.adwin import Adwin
+from anabranch.learner.evaluate.baselines import AgainstBaseline, Baselines, compare
 from anabranch.learner.evaluate.replay_ratio import ScoreSum, make_ratio
 from anabranch.learner.model.task import Task
 from anabranch.learner.settings.learner import DriftSettings, LearnerSettings
@@ -26,15 +29,18 @@ log = logging.getLogger(__name__)
 class RunningMean:
     """A mean over a window without a change, and since the beginning of the stream. Used by one thread."""
 
-    def __init__(self, *, bounded: bool) -> None:
-        self.window = Adwin(bounded=bounded)
-        self.rows, self.total = 0, 0.0
+    def __init__(self, *, bounded: bool, others: int = 0) -> None:
+        """`others`: how many totals of the same rows are next to each, such as those of baselines."""
+        self.window = Adwin(bounded=bounded, others=others)
+        self.rows, self.total, self.others = 0, 0.0, [0.0] * others
 
-    def add(self, total: float, rows: int) -> None:
-        """Add the total of some rows."""
-        self.window.add(total, rows)
+    def add(self, total: float, rows: int, others: Sequence[float] = ()) -> None:
+        """Add the total of some rows, and those next to it."""
+        self.window.add(total, rows, others)
         self.rows += rows
-        self.total += self.window.added
+        added, *extra = self.window.added
+        self.total += added
+        self.others = [one + other for one, other in zip(self.others, extra, strict=True)]
 
     @property
     def now(self) -> float | None:
@@ -51,100 +57,38 @@ class RunningMean:
         """Both means, by `now` and `overall`; empty before the first row."""
         return {} if self.now is None or self.overall is None else {"now": self.now, "overall": self.overall}
 
-    def restore(self, window: Mapping[str, Any], rows: int, total: float) -> None:
-        """Restore the state of a checkpoint."""
-        self.window.restore(window)
-        self.rows, self.total = rows, total
-
-
-class SimplestRule:
-    """Of labels that are one class or one number; without any score for others. Used by one thread."""
-
-    def __init__(self, *, bounded: bool) -> None:
-        """`bounded`: whether labels are classes."""
-        self._classes = bounded
-        self._scores = RunningMean(bounded=bounded)
-        self._counts = np.zeros(0, np.int64)
-        self._guess = 0
-        """The class with the most events."""
-        self._winsorizer = Winsorizer()
-        self._mean = 0.0
-        self._seen = 0
-
-    def add(self, label_B: NDArray[Any]) -> None:
-        """Score the rule on B new labels, and count them."""
-        is_class = label_B.dtype.kind in "iu"
-        if label_B.ndim != 1 or not len(label_B) or is_class != self._classes:
-            return
-        score = self._score_class(label_B) if is_class else self._score_number(label_B)
-        if self._seen:
-            self._scores.add(score, len(label_B))
-        self._seen += len(label_B)
-
-    def _score_class(self, label_B: NDArray[Any]) -> float:
-        right = float(np.count_nonzero(label_B == self._guess))
-        if (most := int(label_B.max())) >= len(self._counts):
-            self._counts = np.append(self._counts, np.zeros(most + 1 - len(self._counts), np.int64))
-        np.add.at(self._counts, label_B, 1)
-        candidates = np.append(label_B, self._guess)
-        self._guess = int(candidates[np.argmax(self._counts[candidates])])
-        return right
-
-    def _score_number(self, label_B: NDArray[Any]) -> float:
-        error = float(np.abs(label_B.astype(np.float64) - self._mean).sum())
-        mean = self._winsorizer.add(float(label_B.mean(dtype=np.float64)))
-        self._mean += (mean - self._mean) * len(label_B) / (self._seen + len(label_B))
-        return -error
-
-    @property
-    def windows(self) -> dict[str, float]:
-        """Its mean score on the newest events, and on all; empty before there is one."""
-        return self._scores.windows
+    def other_windows(self, index: int) -> dict[str, float]:
+        """Both means of one of the totals next to it; empty before the first row."""
+        if not self.rows:
+            return {}
+        return {"now": self.window.other_means[index], "overall": self.others[index] / self.rows}
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
-        there = np.flatnonzero(self._counts)
-        return {
-            "window": self._scores.window.state(),
-            "counts": [there.tolist(), self._counts[there].tolist()],
-            "guess": self._guess,
-            "recent": self._winsorizer.state(),
-            "mean": self._mean,
-            "seen": self._seen,
-            "rows": self._scores.rows,
-            "total": self._scores.total,
-        }
+        return {"window": self.window.state(), "rows": self.rows, "total": self.total, "others": self.others}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self._scores.restore(state["window"], state["rows"], state["total"])
-        there, counts = state["counts"]
-        self._counts = np.zeros(max(there, default=-1) + 1, np.int64)
-        self._counts[there] = counts
-        self._winsorizer.restore(state["recent"])
-        self._guess, self._mean, self._seen = state["guess"], state["mean"], state["seen"]
-
-
-def score_of_constant(label_G: NDArray[Any]) -> float | None:
-    """Return the mean score of the one answer that fits G labels best; None where they are no classes nor numbers."""
-    if label_G.ndim != 1 or not len(label_G):
-        return None
-    if label_G.dtype.kind in "iu":
-        return float(np.unique(label_G, return_counts=True)[1].max()) / len(label_G)
-    label = label_G.astype(np.float64)
-    return -float(winsorized(np.abs(label - np.median(label))).mean())
+        self.window.restore(state["window"])
+        self.rows, self.total, self.others = state["rows"], state["total"], state["others"]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """New events of a step before training on them: how many, and the sums of their scores and losses."""
+    """New events of a step before training on them: how many, and the sums of their scores and losses.
+
+    `baselines` has the sums of the scores of `Baselines` on the same events; empty where there are none.
+    """
 
     rows: int
     score: float
     loss: float
+    baselines: Sequence[float] = ()
 
     def __add__(self, other: "Scored") -> "Scored":
-        return Scored(self.rows + other.rows, self.score + other.score, self.loss + other.loss)
+        pairs = itertools.zip_longest(self.baselines, other.baselines, fillvalue=0.0)
+        both = [one + another for one, another in pairs]
+        return Scored(self.rows + other.rows, self.score + other.score, self.loss + other.loss, both)
 
 
 NOT_SCORED = Scored(0, 0.0, 0.0)
@@ -166,16 +110,18 @@ def scored(task: Task, outputs_B: NDArray[np.float32], label_B: NDArray[np.gener
 
 
 class Prequential:
-    """Mean score and loss of new events before training on them."""
+    """Mean score and loss of new events before training on them, and the scores of baselines on the same events."""
 
-    def __init__(self, *, bounded: bool = True) -> None:
-        self.score = RunningMean(bounded=bounded)
+    def __init__(self, *, bounded: bool = True, baselines: int = 0) -> None:
+        """`baselines`: how many there are."""
+        self._bounded = bounded
+        self.score = RunningMean(bounded=bounded, others=baselines)
         self.loss = RunningMean(bounded=False)
 
     def add(self, scored: Scored) -> None:
         """Add a step's new events; a score that is not finite is ignored."""
         if math.isfinite(scored.score):
-            self.score.add(scored.score, scored.rows)
+            self.score.add(scored.score, scored.rows, scored.baselines)
         # A strategy may leave out events that make the task's own loss of a step infinite.
         usual = (self.loss.now or 0.0) * scored.rows
         self.loss.add(scored.loss if math.isfinite(scored.loss) else usual, scored.rows)
@@ -187,19 +133,20 @@ class Prequential:
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
-        return {
-            "score": self.score.window.state(),
-            "loss": self.loss.window.state(),
-            "rows": self.loss.rows,
-            "scored": self.score.rows,
-            "total": self.score.total,
-            "total_loss": self.loss.total,
-        }
+        return {"score": self.score.state(), "loss": self.loss.state()}
+
+    def against(self, index: int, rule: str) -> AgainstBaseline:
+        """Compare the score with that of a baseline in the window; `rule`: what the baseline does."""
+        window = self.score.window
+        if window.mean is None:
+            return AgainstBaseline("", worse=False)
+        other, error = window.other_means[index], window.other_errors[index]
+        return compare(rule, window.mean, other, error, bounded=self._bounded)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the windows of a checkpoint."""
-        self.score.restore(state["score"], state["scored"], state["total"])
-        self.loss.restore(state["loss"], state["rows"], state["total_loss"])
+        self.score.restore(state["score"])
+        self.loss.restore(state["loss"])
 
 
 class Drift:
@@ -303,11 +250,12 @@ class Adjustments:
 class StreamMonitor:
     """Prequential score, drift and replay ratio, which all follow from the scores of a round. Used by one thread."""
 
-    def __init__(self, settings: LearnerSettings, *, bounded: bool = True) -> None:
-        """Start without measurements; `bounded`: scores are between 0 and 1, else they are negated errors."""
-        self.bounded = bounded
-        self.prequential = Prequential(bounded=bounded)
-        self.simplest = SimplestRule(bounded=bounded)
+    def __init__(self, settings: LearnerSettings, schema: Schema) -> None:
+        """Start without measurements."""
+        self.bounded = bounded = schema.label.classes is not None
+        """Whether scores are between 0 and 1, else they are negated errors."""
+        self.baselines = Baselines(schema)
+        self.prequential = Prequential(bounded=bounded, baselines=len(self.baselines.names))
         self.drift = Drift(settings.drift, bounded=bounded)
         self.ratio = make_ratio(settings, bounded=bounded)
         self.measures = settings.replay_ratio == "auto"
@@ -357,7 +305,7 @@ class StreamMonitor:
             "prequential": self.prequential.state(),
             "drift": self.drift.state(),
             "ratio": self.ratio.state(),
-            "simplest": self.simplest.state(),
+            "baselines": self.baselines.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -365,7 +313,7 @@ class StreamMonitor:
         self.prequential.restore(state["prequential"])
         self.drift.restore(state["drift"])
         self.ratio.restore(state["ratio"])
-        self.simplest.restore(state["simplest"])
+        self.baselines.restore(state["baselines"])
         self.adjustments = self._adjustments()
 
     def _adjustments(self, *, drifted: bool = False) -> Adjustments:

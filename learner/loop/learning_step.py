@@ -288,9 +288,9 @@ class LearningStep:
         self.memory = memory
         self.copied: Callable[[Mapping[str, Array]], Examples] = trainer.examples
         """Returns the new events of a batch on the device."""
-        self.scored: Callable[[Batch], tuple[Scored, Array] | None] = _by_own_predictions
-        """Returns the scores of the events of a batch that have their label, from before the round, and these labels;
-        None: they are those of the steps' own predictions."""
+        self.scored: Callable[[Batch], Scored | None] = _not_scored
+        """Returns the scores of the events of a batch that have their label, from before the round, with those of
+        baselines, which learn the labels; None: they are those of the steps' own predictions."""
         self.request_checkpoint: Callable[[], object] | None = None
         """Requests the checkpoint that is written before the response to a drift; None: there are no checkpoints."""
         self.measures_each = False
@@ -433,13 +433,12 @@ class LearningStep:
         finite = [each for each in taken if each.finite is not None]
         if not finite:
             return
-        known, results = self.scored(batch), [each.finite for each in finite if each.finite is not None]
-        if known is None and len(finite) > 1 and not all(math.isfinite(result.score) for result in results):
+        scored, results = self.scored(batch), [each.finite for each in finite if each.finite is not None]
+        if scored is None and len(finite) > 1 and not all(math.isfinite(result.score) for result in results):
             for each in finite:  # a step whose score is not finite is left out alone
                 self._measure(each.batch, [each])
             return
-        scored, labels = known or _scored(batch, results)
-        self._monitor.simplest.add(labels)
+        scored = scored or self._by_own_predictions(batch, results)
         probed = [each.replay.probed for each in finite if each.replay.probed is not None]
         old = reduce(operator.add, probed) if probed else None
         adjustments = self._monitor.observe(self._state.steps, scored, old, len(finite))
@@ -450,16 +449,17 @@ class LearningStep:
             else:
                 self.respond()
 
+    def _by_own_predictions(self, batch: Batch, finite: Sequence[StepResult]) -> Scored:
+        """Return the scores of the steps' own predictions, and of baselines, of events with a label."""
+        labelled = batch.new["labelled"].astype(np.bool_)
+        label, group = (batch.new[name][labelled] for name in ("label", "group_hash"))
+        score, loss = sum(each.score for each in finite), sum(each.loss_new for each in finite)
+        return Scored(len(label), score, loss, self._monitor.baselines.add(label, group))
+
 
 def _has_no_embedding(result: StepResult | None) -> bool:
     return result is None or result.embedding_N is None
 
 
-def _by_own_predictions(_batch: Batch) -> None:
+def _not_scored(_batch: Batch) -> None:
     """Leave the scores of all events to the predictions of their steps."""
-
-
-def _scored(batch: Batch, finite: Sequence[StepResult]) -> tuple[Scored, Array]:
-    """Return the scores of the steps' own predictions, of events with a label, and these labels."""
-    labels = batch.new["label"][batch.new["labelled"].astype(np.bool_)]
-    return Scored(len(labels), sum(each.score for each in finite), sum(each.loss_new for each in finite)), labels

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.ingest.transport.protocol import HistoryProgress
+from anabranch.learner.evaluate.baselines import CONSTANT
 from anabranch.learner.evaluate.holdout import HeldOutShare
 from anabranch.learner.extension import overriding
 from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
@@ -26,6 +27,7 @@ from anabranch.learner.model.features.numbers import FELL, LearnedNumber
 from anabranch.learner.state_dir.lock import check_generation
 from anabranch.learner.status.report import (
     BackfillReport,
+    BaselineReport,
     DeviceHealthReport,
     LearnerReport,
     PartitionReport,
@@ -211,7 +213,7 @@ class Reporter:
             backfill=self._backfill.report(parts.source.history),
             accuracy=windows if classification else {},
             error={} if classification else _errors(windows),
-            simplest=self._simplest() if classification else _errors(self._simplest()),
+            baselines=self._baselines(),
             loss=loop.monitor.prequential.loss.windows,
             window_rows=loop.monitor.prequential.window,
             classes=dict(scoring.evaluation.classes),
@@ -267,10 +269,18 @@ class Reporter:
         windows = {name: score for name, score in publisher.scoring.evaluation.windows.items() if name in _WINDOWS}
         return windows | publisher.scoring.retention.windows | self._loop.monitor.prequential.score.windows
 
-    def _simplest(self) -> dict[str, float]:
-        """Mean scores of the simplest rule, on the events of some windows."""
-        held_out = self._parts.publisher.scoring.evaluation.simplest
-        return self._loop.monitor.simplest.windows | {name: held_out[name] for name in ("old",) if name in held_out}
+    def _baselines(self) -> dict[str, BaselineReport]:
+        """Mean scores of the baselines on the events of some windows, and how the model compares."""
+        monitor, held_out = self._loop.monitor, self._parts.publisher.scoring.evaluation.constant
+        found = {}
+        for index, (name, rule) in enumerate(monitor.baselines.rules.items()):
+            scores = monitor.prequential.score.other_windows(index)
+            if name == CONSTANT and "old" in held_out:
+                scores["old"] = held_out["old"]
+            scores = scores if monitor.bounded else _errors(scores)
+            words, worse = monitor.prequential.against(index, rule)
+            found[name] = BaselineReport(rule=rule, scores=scores, comparison=words, worse=worse)
+        return found
 
     def _rates(self, device: DeviceHealthReport | None, store: Store | None) -> dict[str, float]:
         """Return rates over the last five seconds, by what is counted."""

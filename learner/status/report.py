@@ -338,6 +338,20 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.challengers)
 
 
+class BaselineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule without features, on the events that the model's own score is of."""
+
+    rule: str
+    """What it does, in words that follow *than*: such as *always answering 0*, or *the last label*."""
+    scores: dict[str, float]
+    """Accuracy, or for regression the error, by window: now and overall; of `constant` also old."""
+    comparison: str = ""
+    """How the model compares in the window now, such as *better than the last label by 3.1 points*; empty while that
+    is not known."""
+    worse: bool = False
+    """Whether the model is worse in the window now, and not by chance."""
+
+
 class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a learner at one point in time."""
 
@@ -429,9 +443,9 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
             "anabranch_learner_absolute_error", "Mean absolute error of regression, over the same windows.", "window"
         ),
     ] = {}
-    simplest: dict[str, float] = {}
-    """Accuracy or error by window, now, overall and old, of the simplest rule: always the most frequent class, or for
-    regression the mean. Empty where a label is neither one class nor one number."""
+    baselines: dict[str, BaselineReport] = {}
+    """What the model has to beat: `constant`, `last_label`, and with `[schema.group]` `group`. Empty where a label is
+    neither one class nor one number."""
     loss: Annotated[
         dict[str, float],
         Reported("anabranch_learner_loss", "Mean loss of new events before training on them.", "window"),
@@ -558,6 +572,16 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
         """Of regression, groups have errors."""
         return self.groups if self.accuracy else {}
 
+    @Reported(
+        "anabranch_learner_baseline_score",
+        "Accuracy of each baseline on the events of the model's own, by window; of regression, the error.",
+        "baseline",
+        "window",
+    )
+    def baseline_scores(self) -> dict[tuple[str, ...], float]:
+        """What the model has to beat."""
+        return {(name, window): value for name, each in self.baselines.items() for window, value in each.scores.items()}
+
     @Reported("anabranch_learner_problems", "Parts that do not work as they should.")
     def num_problems(self) -> int:
         """The number of problems."""
@@ -569,17 +593,12 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.held_since is None else max(0.0, self.time - self.held_since)
 
 
-def simplest_rule(report: LearnerReport) -> str:
-    """Return what the simplest rule always answers."""
-    return "the mean" if report.error else "the most frequent class"
-
-
-def no_better(report: LearnerReport) -> list[str]:
-    """Return the windows in which a model that has met several classes is no better than the simplest rule."""
+def no_better(report: LearnerReport, baseline: BaselineReport) -> list[str]:
+    """Return the windows in which a model that has met several classes is no better than the baseline."""
     found = report.error or report.accuracy
     return [
         name
-        for name, rule in report.simplest.items()
+        for name, rule in baseline.scores.items()
         if name in found and (found[name] >= rule if report.error else found[name] <= rule < 1)
     ]
 

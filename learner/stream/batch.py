@@ -53,7 +53,8 @@ class Decided:
             it was decided. It moves no partition.
         outcome: uint8 `[K]`, of those that are trained on: TRAINED with their label, TIMED_OUT as negatives.
         ended: bool `[K]`, which end now; the others have ended before, and their label came after that.
-        predictions: the model's output when each event came, float32 `[K, *output]`, NaN where there was none.
+        predictions: what was predicted when each event came, float32 `[K, ...]`, as `EventTimePredictor.record`
+            returns it; NaN where there was nothing.
         label: the labels `[K, ...]` that the predictions are compared with.
         scored: bool `[K]`, which have such a label and are not held out.
         corrects: bool `[K]`, which undo a negative that was trained on before.

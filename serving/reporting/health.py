@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from anabranch.learner.status.report import LearnerReport, no_better, simplest_rule
+from anabranch.learner.status.report import LearnerReport, no_better
 from anabranch.serving.reporting.report import ServingReport
 
 SILENT = timedelta(seconds=10)
@@ -57,7 +57,7 @@ _ROUGHLY = (
     (timedelta(seconds=10), "10 seconds"),
 )
 _FEWEST = 1000
-"""Events on which a model has been trained before it is compared with the simplest rule."""
+"""Events on which a model has been trained before it is compared with the constant answer."""
 
 
 def _behind(learner: LearnerReport, serving: ServingReport) -> list[str]:
@@ -70,13 +70,14 @@ def _behind(learner: LearnerReport, serving: ServingReport) -> list[str]:
 
 
 def _of_little_use(learner: LearnerReport) -> list[str]:
-    """Say that the model is no better than the simplest rule on the events that judge it best."""
-    if learner.outcomes.get("trained", 0) < _FEWEST:
+    """Say that the model is no better than one constant answer, on the events that judge it best."""
+    constant = learner.baselines.get("constant")
+    if constant is None or learner.outcomes.get("trained", 0) < _FEWEST:
         return []
-    window = "old" if "old" in learner.simplest else "now"
-    if window not in no_better(learner):
-        return []
-    return [f"The model is no better than always answering {simplest_rule(learner)}."]
+    if constant.worse:
+        return [f"The model is worse than {constant.rule}."]
+    window = "old" if "old" in constant.scores else "now"
+    return [f"The model is no better than {constant.rule}."] if window in no_better(learner, constant) else []
 
 
 def judge(learner: LearnerReport | None, serving: ServingReport, *, silent: bool) -> Health:

@@ -236,14 +236,15 @@ class LearnerBench:
         files = BackgroundErasure(self.log, self.checkpoints, self.checkpointer)
         erasure = Erasure(self.log, files, holdout, keyed=keyed, at_once=settings.deterministic)
         lag = LagPolicy(LagPolicySettings(), 0, source, unlabelled=distil)
-        monitor = StreamMonitor(settings)
+        monitor = StreamMonitor(settings, schema)
         sampling = self.metrics.replay.sample
         ranks = 1 if replicas is None else replicas.size
         feed = make_feed(self.background_store, settings, ranks, monitor, holdout, trainer, sampling)
         late = list[Extension]()
         if labels is not None:
-            part = open_join(labels, schema, (3,), path / "labels", None, first=True)
-            predictor = EventTimePredictor(model, task, schema, device, precision, (3,))
+            rules = monitor.baselines
+            predictor = EventTimePredictor(model, task, schema, device, precision, (3,), baselines=rules)
+            part = open_join(labels, schema, (predictor.width,), path / "labels", None, first=True)
             still = LabelClock(*[lambda: 1000.0] * 3)
             hold_out, delay = HoldOut(fraction=0, seed=0), settings.max_delay
             link = LateLabels(part, labels, hold_out, predictor, lag, settings.batch_size, delay, still)

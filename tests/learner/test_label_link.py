@@ -18,6 +18,7 @@ from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.ingest.settings.labels import LabelStreamSettings
 from anabranch.ingest.settings.stream import HoldOut, LagPolicySettings, SchemaSettings
+from anabranch.learner.evaluate.baselines import Baselines
 from anabranch.learner.evaluate.event_time import EventTimePredictor
 from anabranch.learner.extensions.late_labels.extension import LateLabels
 from anabranch.learner.extensions.late_labels.join_part import open_join
@@ -61,13 +62,16 @@ class Bench:
         torch.manual_seed(0)
         self.clock, self.ledger, self.model = Clock(), Ledger(), nn.Linear(3, 3)
         device, precision = torch.device("cpu"), Precision("fp32", None)
-        predictor = EventTimePredictor(self.model, Classification(), KEYED, device, precision, (3,))
+        self.baselines = Baselines(KEYED)
+        predictor = EventTimePredictor(
+            self.model, Classification(), KEYED, device, precision, (3,), baselines=self.baselines
+        )
         labels = LabelStreamSettings.model_validate({**SETTINGS.model_dump(), **settings})
         by_group = LabelStreamSettings.model_validate({**SETTINGS.model_dump(), "key": "order"})
         settings_of = {**KEYED.settings.model_dump(), "group": {"name": "order"}}
         grouped = Schema(SchemaSettings.model_validate(settings_of), by_group)
         schema = KEYED if join_column == "key_hash" else grouped
-        part = open_join(labels, schema, (3,), folder, None, first=True)
+        part = open_join(labels, schema, (predictor.width,), folder, None, first=True)
         self.late = LateLabels(
             *(part, labels, HoldOut(fraction=hold_out, seed=0), predictor, LagPolicy(LagPolicySettings(), 0, self)),
             step_size=4,
@@ -236,6 +240,20 @@ def test_the_prediction_is_that_of_the_model_when_the_event_came(bench):
     scored = bench.late.arrivals.scores_of(batch.decided)
     assert (scored.rows, scored.score) == (4, 2.0)
     assert bench.model.training
+
+
+def test_what_baselines_guess_follows_from_labels_that_came_before_the_event(bench):
+    bench.arrive(*range(4))
+    bench.baselines.add(np.array([2, 2, 1]), np.zeros(3, np.uint64))
+    bench.arrive(*range(4, 8))
+    bench.arrive(*range(8), partition=1)
+    expected = {0: [2.0, 2.0], 4: [1.0, 2.0]}  # of the labels 0, 1, 2, 0 and 1, 2, 0, 1; guesses are 0, 0 and 2, 1
+    for first in (0, 4):
+        batch = bench.late._decided(PARTITIONS, 1)
+        assert batch.new["offset"].tolist() == [*range(first, first + 4)]
+        assert list(bench.late.arrivals.scores_of(batch.decided).baselines) == expected[first]
+        bench.late.settle(batch)
+    assert bench.baselines.guess(np.zeros(1, np.uint64)).tolist() == [[2.0, 1.0]], "and all labels are learned"
 
 
 def test_erased_events_end_as_skipped(bench):

@@ -5,7 +5,7 @@ Legend: B events of a batch, W events that wait, n events of a call.
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -28,7 +28,7 @@ Policy = Literal["wait", "negative", "negative-then-correct"]
 says so; the same with the importance weights of fake negatives."""
 POLICIES: tuple[Policy, ...] = ("wait", "negative", "negative-then-correct")
 
-_DUE, _IN_TIME, _OUTPUT = "due", "in_time", "output"
+_DUE, _IN_TIME, _OUTPUT, _GUESS = "due", "in_time", "output", "guess"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DelayedRun:
         """Take what trains; raises SettingsError where the policy does not fit the labels or the named strategy."""
         self.training = training
         setup = training.setup
-        self.score = Score(regression=setup.schema.label.classes is None)
+        self.score = Score(setup.schema)
         self._policy, self._delay = policy, delay
         if policy != "wait":
             check_early(setup.task, setup.schema.label, setup.strategy, strategy)
@@ -84,8 +84,10 @@ class DelayedRun:
         self._decide()
         self._train()
         output_B = self._predict(columns)
-        self.score.add(len(time_B), scored(self.training.setup.task, output_B, columns["label"]))
-        self._wait(columns, time_B, output_B)
+        measured, baselines = scored(self.training.setup.task, output_B, columns["label"]), self.score.baselines
+        guess_BG = baselines.guess(columns["group_hash"])
+        self.score.add(len(time_B), replace(measured, baselines=baselines.score(guess_BG, columns["label"])))
+        self._wait({**columns, _OUTPUT: output_B, _GUESS: guess_BG}, time_B)
         if held_out:
             self.training.take(batch_of({}, held_out=held_out))
         if self._policy != "wait":
@@ -99,14 +101,14 @@ class DelayedRun:
             output_B: NDArray[np.float32] = forward(self.training.trainer.model, new.features).float().cpu().numpy()
         return output_B
 
-    def _wait(self, columns: Mapping[str, Array], time_B: NDArray[np.float64], output_B: NDArray[np.float32]) -> None:
+    def _wait(self, columns: Mapping[str, Array], time_B: NDArray[np.float64]) -> None:
         """Let B events wait until their label comes, or their time is up."""
         label_B = columns[self._delay.column].astype(np.float64)
         last_B = time_B + self._delay.wait_seconds
         in_time_B = (label_B > 0) & (label_B <= last_B)
         due_B = np.where(in_time_B, label_B, last_B)
         new = {**columns, WAITED: np.ones(len(time_B), np.bool_)}
-        new |= {_DUE: due_B, _IN_TIME: in_time_B, _OUTPUT: output_B}
+        new |= {_DUE: due_B, _IN_TIME: in_time_B}
         self._waiting = _joined(self._waiting, new) if self._waiting else new
 
     def _decide(self) -> None:
@@ -120,7 +122,7 @@ class DelayedRun:
         due = {name: column[order] for name, column in self._waiting.items()}
         self._waiting = {name: column[~due_W] for name, column in self._waiting.items()}
         in_time = due.pop(_IN_TIME).astype(np.bool_)
-        output_n = due.pop(_OUTPUT).astype(np.float32)
+        output_n, guess_n = due.pop(_OUTPUT).astype(np.float32), due.pop(_GUESS)
         del due[_DUE]
         self.labelled += int(in_time.sum())
         self.timed_out += int((~in_time).sum())
@@ -128,7 +130,10 @@ class DelayedRun:
         if self._policy != "wait" or self._delay.unmatched == "negative":
             due["label"][~in_time], known = 0, np.ones_like(in_time)
         if known.any():
-            self._unobserved += scored(self.training.setup.task, output_n[known], due["label"][known])
+            label, baselines = due["label"][known], self.score.baselines
+            measured = scored(self.training.setup.task, output_n[known], label)
+            self._unobserved += replace(measured, baselines=baselines.score(guess_n[known], label))
+            baselines.learn(label, due["group_hash"][known])
         if self._policy == "wait":
             self._enqueue(rows_of(due, known), Early.PLAIN)
         else:
@@ -139,9 +144,9 @@ class DelayedRun:
             due["labelled"] = known
             self._store(rows_of(due, ~known))
 
-    def _take_scored(self, batch: Batch) -> tuple[Scored, Array]:
+    def _take_scored(self, _batch: Batch) -> Scored:
         known, self._unobserved = self._unobserved, NOT_SCORED
-        return known, batch.new["label"][batch.new["labelled"].astype(np.bool_)]
+        return known
 
     def _enqueue(self, columns: Mapping[str, Array], kind: Early) -> None:
         if not columns:

@@ -10,6 +10,8 @@ from typing import Protocol
 from anabranch.commands.backtest.batches import batch_of
 from anabranch.commands.backtest.training import BacktestTraining
 from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.schema import Schema
+from anabranch.learner.evaluate.baselines import Baselines
 from anabranch.learner.evaluate.stream_monitor import Prequential, Scored
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.settings.strategies import StrategySettings
@@ -33,9 +35,12 @@ class BacktestPoint:
 class Score:
     """The scores of a run over the events so far."""
 
-    def __init__(self, *, regression: bool) -> None:
+    def __init__(self, schema: Schema) -> None:
+        regression = schema.label.classes is None
         self._sign = -1 if regression else 1
-        self._measured, self._events = Prequential(bounded=not regression), 0
+        self.baselines = Baselines(schema)
+        self._measured = Prequential(bounded=not regression, baselines=len(self.baselines.names))
+        self._events = 0
         self.points: list[BacktestPoint] = []
         """One for each batch that was scored."""
 
@@ -69,15 +74,18 @@ class LabelledRun:
 
     def __init__(self, training: BacktestTraining) -> None:
         self.training = training
-        self.score = Score(regression=training.setup.schema.label.classes is None)
+        self.score = Score(training.setup.schema)
 
     def add(self, columns: Mapping[str, Array], held_out: Mapping[str, Array]) -> None:
         """Score the events, and train on them."""
         batch = batch_of(columns, held_out=held_out)
         rows = len(batch)
         step = self.training.take(batch)
-        finite = step is not None and step.finite
-        self.score.add(rows, Scored(step.rows, step.score, step.loss_new) if step is not None and finite else None)
+        scored = None
+        if step is not None and step.finite:
+            baselines = self.score.baselines.add(batch.new["label"], batch.new["group_hash"])
+            scored = Scored(step.rows, step.score, step.loss_new, baselines)
+        self.score.add(rows, scored)
 
 
 def without_replay(spec: PipelineSettings) -> PipelineSettings:

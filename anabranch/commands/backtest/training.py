@@ -52,7 +52,6 @@ class BacktestTraining:
         self.setup = setup = replace(setup, loss_wrappers=[ImportanceWeights()])
         self.trainer = Trainer(setup)
         self.batch_size = spec.learner.batch_size
-        bounded = setup.schema.label.classes is not None
         registry = CollectorRegistry()
         metrics, timer = LearnerMetrics(registry), ReplayMetrics(registry).sample
         self._names = [TopicPartition(name, 0)]
@@ -64,7 +63,7 @@ class BacktestTraining:
             store = BackgroundStore(kept, in_background=device.type != "mps")
             stack.callback(store.close)
         self._holdout = HoldoutSet(setup.schema, spec.gate.holdout_rows, _secret(spec).number("held-out events"))
-        monitor = StreamMonitor(spec.learner, bounded=bounded)
+        monitor = StreamMonitor(spec.learner, setup.schema)
         replay = make_feed(store, spec.learner, 1, monitor, self._holdout, self.trainer, timer)
         memory = MemoryRetry(device, threading.Event())
         self.step = LearningStep(self.trainer, monitor, replay, self._holdout, [replay.raised], state, metrics, memory)

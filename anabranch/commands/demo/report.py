@@ -85,10 +85,7 @@ def summary(figures: DemoSnapshot) -> str:
 
 def _against(figures: DemoSnapshot, window: str) -> str:
     """Return what an accuracy is to be compared with, in brackets."""
-    known = {
-        "no replay": figures.accuracy(window, baseline=True),
-        "always the commonest digit": figures.simplest(window),
-    }
+    known = {"no replay": figures.accuracy(window, baseline=True), **figures.rules(window)}
     others = [f"{name} {percent(value)}" for name, value in known.items() if value is not None]
     return f" ({', '.join(others)})" if others else ""
 

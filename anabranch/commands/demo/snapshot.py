@@ -54,9 +54,10 @@ class DemoSnapshot:
         report = self.baseline if baseline else self.learner
         return report.accuracy.get(window) if report else None
 
-    def simplest(self, window: str) -> float | None:
-        """Return the accuracy of the simplest rule on the same events."""
-        return self.learner.simplest.get(window) if self.learner else None
+    def rules(self, window: str) -> dict[str, float]:
+        """Return the accuracy of the baselines that need no model, by what they do, on the same events."""
+        baselines = self.learner.baselines.values() if self.learner else ()
+        return {each.rule: each.scores[window] for each in baselines if window in each.scores}
 
 
 @dataclass(frozen=True)

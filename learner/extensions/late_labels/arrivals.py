@@ -67,8 +67,8 @@ class ArrivalPredictions(Extension):
         self._lag = lag
         self._step_size = step_size
         self._clock = clock
-        self._outputs: NDArray[np.float32] | None = None
-        """Of the events of the last batch that begin to wait."""
+        self._records: NDArray[np.float32] | None = None
+        """Of the events of the last batch that begin to wait: what was predicted of them."""
         self.unobserved = NOT_SCORED
         """The scores of decided events since the last round that trained: nothing was left to train on."""
 
@@ -80,7 +80,7 @@ class ArrivalPredictions(Extension):
     @override
     def before_round(self, batch: Batch, partitions: Sequence[Partition]) -> Batch:
         # Not among the negatives: events that will be held out, and those whose label is there already.
-        self._outputs = self._predictor.predict(batch.waiting) if batch.waiting else None
+        self._records = self._predictor.record(batch.waiting) if batch.waiting else None
         size = self._step_size
         if not batch.waiting or not size or self._lag.stores_only:
             return batch
@@ -101,23 +101,24 @@ class ArrivalPredictions(Extension):
         return replace(batch, new=early, ends=step_ends(len(early["offset"]), size))
 
     @override
-    def scored(self, batch: Batch) -> tuple[Scored, Array] | None:
+    def scored(self, batch: Batch) -> Scored | None:
         """Of events that have waited, the scores are of the predictions that were made when they came."""
         if batch.decided is not None:
             unobserved, self.unobserved = self.unobserved, NOT_SCORED
-            return unobserved + self.scores_of(batch.decided), batch.decided.label[scored_rows(batch.decided)]
+            return unobserved + self.scores_of(batch.decided)
         if EARLY not in batch.new:
             return None
-        label = batch.new["label"]
         plain = batch.new[EARLY] == Early.PLAIN
         if not plain.any():
-            return NOT_SCORED, label[plain]
-        return self._predictor.score(batch.new[_OUTPUT][plain].astype(np.float32), label[plain]), label[plain]
+            return NOT_SCORED
+        output, label, group = (batch.new[name][plain] for name in (_OUTPUT, "label", "group_hash"))
+        return self._predictor.score(output.astype(np.float32), label, group)
 
     def scores_of(self, decided: Decided) -> Scored:
-        """Return the scores of events that have waited."""
+        """Return the scores of events that have waited, whose labels baselines learn now."""
         rows = scored_rows(decided)
-        return self._predictor.score(decided.predictions[rows], decided.label[rows])
+        group = decided.span.columns["group_hash"][rows]
+        return self._predictor.score_record(decided.predictions[rows], decided.label[rows], group)
 
     def let_wait(self, batch: Batch) -> None:
         """Add the events of a batch that begin to wait to the join."""
@@ -125,7 +126,7 @@ class ArrivalPredictions(Extension):
         if _WAITING_INDEX in batch.new:
             indices = batch.new[_WAITING_INDEX].astype(np.int64)
             early[indices[indices >= 0]] = True
-        self._join.add_events(self.keyed(batch.waiting), self._outputs, early)
+        self._join.add_events(self.keyed(batch.waiting), self._records, early)
 
     def keyed(self, columns: Mapping[str, Array]) -> dict[str, Array]:
         """Return the columns of N events with the keys by which labels find them, and with record times."""

@@ -43,7 +43,7 @@ class Ready:
             true, save for TIMED_OUT: there the label is the schema's value for a missing one, and `labelled` false.
             `outcome` is PENDING and `reason` NONE. Columns may be views that are not contiguous.
         resolution: uint8 `[N]`.
-        predictions: the model's output when each event came, float32 `[N, *output]`; NaN where there was none.
+        predictions: what was predicted when each event came, float32 `[N, *record]`; NaN where there was nothing.
         waited_ms: int64 `[N]`: the record time of the label minus that of the event, which is negative if the label's
             is earlier; of TIMED_OUT events the time that they waited.
         early: bool `[N]`: the event waited with `early`, so that the caller trained on it as a negative on arrival.

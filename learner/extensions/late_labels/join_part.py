@@ -278,7 +278,7 @@ class JoinPart(CheckpointPart):
 def open_join(
     settings: LabelStreamSettings,
     schema: Schema,
-    output_shape: Sequence[int],
+    record_shape: Sequence[int],
     folder: Path,
     checkpoint: tuple[int, Checkpoint] | None,
     *,
@@ -290,7 +290,7 @@ def open_join(
     Args:
         settings: `[stream.labels]`.
         schema: of the events.
-        output_shape: of the model's output for one event.
+        record_shape: of what is predicted of one event.
         folder: of the join's files, and of no others.
         checkpoint: to restore, without erased events, after its number.
         first: whether no checkpoint names an event of the join, so that its files are not needed.
@@ -302,7 +302,7 @@ def open_join(
     """
     if first:
         make_way(folder, SETTING)
-    layout = RowLayout(row_fields(schema, tuple(output_shape)))
+    layout = RowLayout(row_fields(schema, tuple(record_shape)))
     slots = DiskTier.slots_in(int(settings.bytes), layout.row_bytes)
     if slots < _FEWEST:
         raise SettingsError(
@@ -321,7 +321,7 @@ def open_join(
             tier = DiskTier.create(next_path(folder), layout.row_bytes, slots, use=_USE)
             files.callback(tier.close)
         events = WaitingEvents(layout, PayloadFile(tier), own_keys=schema.join_column != "key_hash")
-        part = JoinPart(LabelJoin(settings, schema, tuple(output_shape), events), schema.join_key, complete=complete)
+        part = JoinPart(LabelJoin(settings, schema, tuple(record_shape), events), schema.join_key, complete=complete)
         if contents is not None:
             part.restore(contents, named)
         files.pop_all()

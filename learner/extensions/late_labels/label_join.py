@@ -84,13 +84,13 @@ class LabelJoin:
     """
 
     def __init__(
-        self, settings: LabelStreamSettings, schema: Schema, output_shape: tuple[int, ...], events: WaitingEvents
+        self, settings: LabelStreamSettings, schema: Schema, record_shape: tuple[int, ...], events: WaitingEvents
     ) -> None:
         self._wait = max(1, round(settings.wait.total_seconds() * 1000))
         self._early, self._take_back = settings.early != "none", settings.take_back
         self.column = schema.join_column
         """The column by which labels find their events."""
-        self._output_shape = output_shape
+        self._record_shape = record_shape
         self.events, self.payload = events, events.file
         self.counts, self.losses = JoinCounts(), Losses()
         own_keys = schema.join_column != "key_hash"
@@ -135,7 +135,7 @@ class LabelJoin:
         Args:
             columns: the schema's payload and `IDENTITY_COLUMNS`, each `[n, ...]`; `label_key`, uint64 `[n]`, if the key
                 of labels is not `key_hash`.
-            predictions: the model's output for each event, float32 `[n, *output]`; None where it has made none.
+            predictions: what was predicted of each event, float32 `[n, *record]`; None where there is nothing.
             early: which of those that wait were trained on as negatives, bool `[n]`; None: all with the option.
 
         Returns:
@@ -147,7 +147,7 @@ class LabelJoin:
             return waits
         self._make_room(count)
         if predictions is None:
-            predictions = np.full((count, *self._output_shape), np.nan, np.float32)
+            predictions = np.full((count, *self._record_shape), np.nan, np.float32)
         ids = self.events.add(columns, predictions)
         waits[self._find_labels(ids)] = False
         if early is None:

@@ -22,7 +22,7 @@ from anabranch.learner.extensions.late_labels.payload_file import PayloadFile
 from anabranch.replay.row_layout import Fields, RowLayout
 
 PREDICTION = "prediction"
-"""The column of a row with the model's output when the event came."""
+"""The column of a row with what was predicted when the event came."""
 _IN_ROW = ("partition", "offset", "row", "time_ms", "key_hash", "group_hash")
 """The identity columns of a row; the other ones are those of an event without outcome."""
 _COMPACTED = 8
@@ -34,10 +34,10 @@ IDENTITY = ("partition", "offset", "time_ms", "key_hash")
 _IDENTIFYING = ("partition", "offset", "key")
 
 
-def row_fields(schema: Schema, output_shape: tuple[int, ...]) -> Fields:
+def row_fields(schema: Schema, record_shape: tuple[int, ...]) -> Fields:
     """Return the columns of a row."""
     identity = {name: (IDENTITY_COLUMNS[name], ()) for name in _IN_ROW}
-    return {**schema.payload(), **identity, PREDICTION: (np.dtype(np.float32), output_shape)}
+    return {**schema.payload(), **identity, PREDICTION: (np.dtype(np.float32), record_shape)}
 
 
 class Wait(IntEnum):

@@ -202,8 +202,8 @@ function lines() {
   const { learner, baseline } = status, now = regression() ? learner?.error : learner?.accuracy;
   const other = regression() ? baseline?.error : baseline?.accuracy;
   const plain = baseline?.strategy === "none" && learner?.strategy !== "none";
-  const rule = regression() ? "always the mean" : "always the most frequent class", simplest = learner?.simplest ?? {};
-  const ruled = (name) => (known(simplest[name]) ? `; ${rule}: ${score(simplest[name])}` : "");
+  const rules = Object.values(learner?.baselines ?? {});
+  const ruled = (name) => rules.filter((each) => known(each.scores[name])).map((each) => `; ${each.rule}: ${score(each.scores[name])}`).join("");
   const all = [
     { kind: "now", series: "now", name: "Now", short: "now", about: `newest events, before training${ruled("now")}`, value: now?.now },
     { kind: "old", series: "old", name: "Old", short: "old", about: `older held-out events${ruled("old")}`, value: now?.old },

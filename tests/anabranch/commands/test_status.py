@@ -385,12 +385,23 @@ def test_the_exit_code_says_whether_the_pipeline_is_healthy(config, dead_pid, ca
     assert code() == 5
 
 
-def test_the_simplest_rule_is_next_to_the_accuracy_and_what_it_beats_is_said(config, now):
-    report = learner_report(accuracy={"now": 0.999, "old": 0.992}, simplest={"now": 0.994, "old": 0.9945})
+def test_an_accuracy_has_next_to_it_what_has_to_be_beaten_in_words(config, now):
+    constant = reports.BaselineReport(
+        rule="always answering 0",
+        scores={"now": 0.994, "old": 0.9945},
+        comparison="better than always answering 0 by 0.5 points",
+    )
+    last = reports.BaselineReport(rule="the last label", scores={"now": 0.988})
+    baselines = {"constant": constant, "last_label": last}
+    report = learner_report(accuracy={"now": 0.999, "old": 0.992}, baselines=baselines)
     reports.write_report(config.state_dir, report)
     shown = screen(config)
-    assert "simplest rule now 99.4%, old 99.5%: always the most frequent class; the model is no better in old" in shown
-    report = learner_report(accuracy={}, error={"now": 0.5, "overall": 2.0}, simplest={"now": 1.0, "overall": 1.5})
+    assert (
+        "baselines always answering 0: now 99.4%, old 99.5%; now the model is better than always answering 0 by 0.5 "
+        "points; it is no better in old the last label: now 98.8%"
+    ) in shown
+    mean = reports.BaselineReport(rule="always answering the mean", scores={"now": 1.0, "overall": 1.5})
+    report = learner_report(accuracy={}, error={"now": 0.5, "overall": 2.0}, baselines={"constant": mean})
     reports.write_report(config.state_dir, report)
     shown = screen(config)
-    assert "simplest rule now 1, overall 1.5: always the mean; the model is no better in overall" in shown
+    assert "baselines always answering the mean: now 1, overall 1.5; it is no better in overall" in shown

@@ -53,9 +53,9 @@ class TestEvaluation:
         )
         alone = {"new": 1.0, "old": 1.0}
         found = evaluate(Always(0), Classification(), schema, holdout.held, CPU)
-        assert found == Evaluation({"new": 0.0, "old": 1.0, "worst": 0.0}, {"0": 1.0, "1": 0.0}, simplest=alone)
+        assert found == Evaluation({"new": 0.0, "old": 1.0, "worst": 0.0}, {"0": 1.0, "1": 0.0}, constant=alone)
         found = evaluate(Always(1), Classification(), schema, holdout.held, CPU)
-        assert found == Evaluation({"new": 1.0, "old": 0.0, "worst": 0.0}, {"0": 0.0, "1": 1.0}, simplest=alone)
+        assert found == Evaluation({"new": 1.0, "old": 0.0, "worst": 0.0}, {"0": 0.0, "1": 1.0}, constant=alone)
 
     def test_a_few_events_have_no_evaluation(self, schema):
         for holdout in (guarded(schema), guarded(schema, fake_columns(schema, range(3)))):

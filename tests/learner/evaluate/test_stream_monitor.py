@@ -7,23 +7,32 @@ from typing import Any
 
 import pytest
 
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.evaluate.replay_ratio import ScoreSum
 from anabranch.learner.evaluate.stream_monitor import NOT_SCORED, Scored, StreamMonitor
 from anabranch.learner.settings.learner import LearnerSettings
 
 ROWS = 100
+NO = (0.0, 0.0)
+"""What the baselines score."""
+SCHEMA = Schema(
+    SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}})
+)
 
 
 def make(*actions):
     drift: dict[str, Any] = {"actions": actions, "lr_factor": 3.0, "replay_factor": 2.0, "steps": 10}
-    return StreamMonitor(LearnerSettings.model_validate({"replay_ratio": 0.5, "drift": drift}))
+    return StreamMonitor(LearnerSettings.model_validate({"replay_ratio": 0.5, "drift": drift}), SCHEMA)
 
 
 def drift_of(monitor):
     """Observe good steps, then bad ones until one shows a drift; return its number."""
     for step in range(50):
-        assert not monitor.observe(step, Scored(ROWS, 0.9 * ROWS, 0.0), None).drifted
-    return next(step for step in range(50, 100) if monitor.observe(step, Scored(ROWS, 0.1 * ROWS, 0.0), None).drifted)
+        assert not monitor.observe(step, Scored(ROWS, 0.9 * ROWS, 0.0, NO), None).drifted
+    return next(
+        step for step in range(50, 100) if monitor.observe(step, Scored(ROWS, 0.1 * ROWS, 0.0, NO), None).drifted
+    )
 
 
 def test_the_settings_are_raised_by_the_response_to_a_drift_not_by_the_drift():
@@ -34,7 +43,7 @@ def test_the_settings_are_raised_by_the_response_to_a_drift_not_by_the_drift():
     monitor.respond()
     assert (monitor.adjustments.lr_factor, monitor.adjustments.replay_ratio) == (3.0, 1.0)
     for step in range(10):
-        monitor.observe(step, Scored(ROWS, 0.1 * ROWS, 0.0), None)
+        monitor.observe(step, Scored(ROWS, 0.1 * ROWS, 0.0, NO), None)
     assert (monitor.adjustments.lr_factor, monitor.adjustments.replay_ratio) == (1.0, 0.5)
 
 
@@ -50,7 +59,7 @@ def test_a_restored_monitor_gives_the_same_settings():
     monitor.respond()
     restored.restore(json.loads(json.dumps(monitor.state())))
     assert restored.adjustments == monitor.adjustments
-    new, old = Scored(ROWS, 0.2 * ROWS, 1.0), ScoreSum(ROWS, 0.1 * ROWS)
+    new, old = Scored(ROWS, 0.2 * ROWS, 1.0, NO), ScoreSum(ROWS, 0.1 * ROWS)
     assert restored.observe(1, new, old) == monitor.observe(1, new, old)
     assert restored.state() == monitor.state()
 
@@ -63,7 +72,7 @@ def test_the_settings_fall_back_over_steps_whose_events_have_no_label_yet(scored
     factors = []
     for step in range(12):
         factors.append(monitor.adjustments.lr_factor)
-        monitor.observe(step, Scored(ROWS, 0.1 * ROWS, 0.0) if not step % scored_every else NOT_SCORED, None)
+        monitor.observe(step, Scored(ROWS, 0.1 * ROWS, 0.0, NO) if not step % scored_every else NOT_SCORED, None)
     assert factors == [pytest.approx(3.0 - 0.2 * step) for step in range(10)] + [1.0, 1.0]
 
 
@@ -82,6 +91,6 @@ def test_a_score_that_is_not_finite_is_reported_once(caplog):
     monitor = make()
     with caplog.at_level(logging.WARNING):
         for step in range(3):
-            monitor.observe(step, Scored(ROWS, math.nan, 1.0), None)
+            monitor.observe(step, Scored(ROWS, math.nan, 1.0, NO), None)
     assert len(caplog.records) == 1
     assert monitor.prequential.score.now is None

@@ -3,12 +3,23 @@
 import msgspec
 import pytest
 
-from anabranch.learner.status.report import BackfillReport, LearnerReport
+from anabranch.learner.status.report import BackfillReport, BaselineReport, LearnerReport
 from anabranch.serving.reporting.health import ReportAge, judge
 from anabranch.serving.reporting.report import ServingReport
 
 LEARNER = LearnerReport(pid=1, generation=1, started=0, time=1000, steps=7)
-FRAUD = {"outcomes": {"trained": 5000}, "accuracy": {"old": 0.992, "now": 1.0}, "simplest": {"old": 0.994, "now": 0.9}}
+
+
+def constant(answer="0", **report):
+    rule = f"always answering {answer}"
+    return {"constant": BaselineReport(rule=rule, **report), "last_label": BaselineReport(rule="it", scores={"now": 2})}
+
+
+FRAUD = {
+    "outcomes": {"trained": 5000},
+    "accuracy": {"old": 0.992, "now": 1.0},
+    "baselines": constant(scores={"old": 0.994, "now": 0.9}),
+}
 HISTORY = BackfillReport(topics=["history"], rows_read=5, rows=10, files_read=0, files=1)
 SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8000", ready=True, version=3)
 
@@ -30,17 +41,23 @@ SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8
             "attention",
             (
                 "What is served is more than 10 seconds behind the stream. "
-                "The model is no better than always answering the most frequent class."
+                "The model is no better than always answering 0."
             ),
         ),
         (FRAUD | {"accuracy": {"old": 0.996, "now": 0.99}}, {}, "well", "All is well."),
         (FRAUD | {"outcomes": {"trained": 999}}, {}, "well", "All is well."),
-        (FRAUD | {"simplest": {"old": 1.0}, "accuracy": {"old": 1.0}}, {}, "well", "All is well."),
+        (FRAUD | {"baselines": constant(scores={"old": 1.0}), "accuracy": {"old": 1.0}}, {}, "well", "All is well."),
         (
-            FRAUD | {"simplest": {"now": 0.5}, "accuracy": {}, "error": {"now": 0.6}},
+            FRAUD | {"baselines": constant("the mean", scores={"now": 0.5}), "accuracy": {}, "error": {"now": 0.6}},
             {},
             "attention",
             "The model is no better than always answering the mean.",
+        ),
+        (
+            FRAUD | {"baselines": constant(scores={"old": 0.9}, worse=True)},
+            {},
+            "attention",
+            "The model is worse than always answering 0.",
         ),
         (FRAUD | {"problems": ["a"]}, {}, "unhealthy", "Learner: a"),
         (None, {}, "starting", "No learner has reported yet"),

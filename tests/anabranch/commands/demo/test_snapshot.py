@@ -7,7 +7,7 @@ import pytest
 
 from anabranch.commands.demo.report import make_report, percent, plain_line, seconds, summary, to_json
 from anabranch.commands.demo.snapshot import Completion, DemoSnapshot
-from anabranch.learner.status.report import LearnerReport
+from anabranch.learner.status.report import BaselineReport, LearnerReport
 from anabranch.serving.reporting.report import ServingReport
 
 KEYS = [
@@ -164,12 +164,14 @@ def test_the_plain_line_has_what_matters_and_what_is_unhealthy(snapshot):
 
 
 def test_an_accuracy_has_next_to_it_what_it_is_to_be_compared_with(snapshot):
-    simplest = {"now": 0.12, "old": 0.25}
-    report = learner({"trained": 90}, accuracy={"now": 0.66, "old": 0.8}, simplest=simplest)
+    constant = BaselineReport(rule="always answering 3", scores={"now": 0.12, "old": 0.25})
+    last = BaselineReport(rule="the last label", scores={"now": 0.6})
+    baselines = {"constant": constant, "last_label": last}
+    report = learner({"trained": 90}, accuracy={"now": 0.66, "old": 0.8}, baselines=baselines)
     line = plain_line(snapshot(learner=report))
-    assert "accuracy now 66% (always the commonest digit 12%), " in line
-    assert "old 80% (no replay 10%, always the commonest digit 25%)" in line
-    assert "now 66% (always the commonest digit 12%), of each new digit before it is learned" in summary(
+    assert "accuracy now 66% (always answering 3 12%, the last label 60%), " in line
+    assert "old 80% (no replay 10%, always answering 3 25%)" in line
+    assert "now 66% (always answering 3 12%, the last label 60%), of each new digit before it is learned" in summary(
         snapshot(learner=report)
     )
 

@@ -59,8 +59,8 @@ def test_unlabelled_events_are_trained_on_once_and_scores_are_of_labelled_ones(m
     bench.run()
     assert counts(bench) == {"trained": BLOCKS * PER_BLOCK, "held_out": BLOCKS}
     labelled = (BLOCKS - len(UNLABELLED)) * PER_BLOCK
-    assert bench.loop.monitor.prequential.state()["rows"] == labelled
-    assert bench.loop.monitor.prequential.state()["scored"] == labelled
+    assert bench.loop.monitor.prequential.loss.rows == labelled
+    assert bench.loop.monitor.prequential.score.rows == labelled
     assert bench.loop.state.rows_new == BLOCKS * PER_BLOCK
     assert sorted(teacher.offsets) == sorted(set(teacher.offsets)), "no event is asked about twice"
     assert len(teacher.offsets) == BLOCKS * PER_BLOCK
