@@ -16,7 +16,7 @@ from rich.text import Text
 from anabranch.command import AsJson, DryRun, Yes, command, confirm, output, say
 from anabranch.config.loader import Config
 from anabranch.core.errors import AnabranchError, SettingsError
-from anabranch.ingest.formats.envelopes.cloud_events import binary_headers
+from anabranch.ingest.formats.registry import wrapped
 from anabranch.ingest.kafka.dead_letter_reader import StoredLetter, read_dead_letters
 from anabranch.ingest.kafka.producer import EventProducer
 from anabranch.ingest.settings.stream import StreamSettings
@@ -150,8 +150,8 @@ def send_again(config: Config, sources: Collection[str] | None, *, dry_run: bool
                     producers[topic] = stack.enter_context(_producer(stream, topic))
                 assert letter.value is not None
                 row_of_file = letter.format is not None
-                headers = binary_headers() if row_of_file and stream.envelope == "cloudevents" else letter.headers
-                producers[topic].send(letter.value, key=letter.key, headers=headers, partition=partition)
+                value, headers = wrapped(stream, letter.value) if row_of_file else (letter.value, letter.headers)
+                producers[topic].send(value, key=letter.key, headers=headers or letter.headers, partition=partition)
             result.sent.append(letter.source)
     return result
 

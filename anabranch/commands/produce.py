@@ -25,11 +25,11 @@ from anabranch.commands.event_files.files import (
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
-from anabranch.ingest.formats.envelopes.cloud_events import binary_headers
 from anabranch.ingest.formats.event_fields import event_of, in_units
 from anabranch.ingest.formats.json_text import decoded
-from anabranch.ingest.formats.registry import make_format
+from anabranch.ingest.formats.registry import make_format, wrapped
 from anabranch.ingest.kafka.producer import EventProducer, create_topics
+from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.ingest.worker.value_decoder import ValueDecoder
 from anabranch.runtime.rate_limiter import Pacer
 
@@ -184,9 +184,9 @@ def send_events(
                 sys.stderr.write(f"created {' and '.join(made)}\n")
         stack.callback(producer.close)
         producer.open()
-        advance, wrapped = stack.enter_context(_progress(source)), stream.envelope == "cloudevents"
+        advance = stack.enter_context(_progress(source))
         messages = encoder.messages(source, 1 if path == STDIN else _BATCH)
-        fault = _send(messages, producer, Pacer(rate), advance, produced, on_error, wrapped=wrapped)
+        fault = _send(messages, producer, Pacer(rate), advance, produced, on_error, stream)
         producer.flush()
     if fault is not None:
         raise SettingsError(
@@ -277,19 +277,17 @@ def _send(
     advance: Callable[[], None],
     produced: Produced,
     on_error: OnError,
-    *,
-    wrapped: bool,
+    stream: StreamSettings,
 ) -> _Message | None:
-    """Send the messages until they end, Ctrl-C, or a fault that ends it, which is returned.
-
-    Where `wrapped`, each becomes an event of CloudEvents.
+    """Send the messages, in the envelope of the stream, until they end, Ctrl-C, or a fault that ends it, which is
+    returned.
     """
     try:
         for message in messages:
             if not message.fault:
                 pacer.pace()
-                headers = binary_headers() if wrapped else ()
-                producer.send(message.value, key=message.key, headers=headers)
+                value, headers = wrapped(stream, message.value)
+                producer.send(value, key=message.key, headers=headers)
             elif on_error == "stop":
                 return message
             else:

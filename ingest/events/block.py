@@ -60,6 +60,7 @@ class SkipReason(IntEnum):
     UNTAUGHT = 11
     UNDONE = 12
     LEFT_TO_FILES = 13
+    DELETED = 14
 
     @property
     def label(self) -> str:

@@ -4,7 +4,7 @@ Legend: M messages in, N usable events out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -39,6 +39,8 @@ class Decoded:
         rejects: events that cannot be used, in the order of (message, row).
         unknown_fields: messages with fields that the schema does not know.
         deferred: messages that cannot be decoded yet, since the registry is away; they have neither events nor rejects.
+        deletes: the rejects' messages that are deletes, and no faults, each with the key whose events it erases; empty
+            where it erases none.
         overweight: of each event whose weight was larger than `schema.weight.max`, and is that now, its message.
     """
 
@@ -49,13 +51,17 @@ class Decoded:
     unknown_fields: int = 0
     deferred: Sequence[int] = ()
     overweight: Sequence[int] = ()
+    deletes: Mapping[int, bytes] = field(default_factory=dict)
 
     def at(self, indexes: NDArray[np.int32]) -> "Decoded":
         """Return the same with other message indexes: message i becomes `indexes[i]`, in ascending order."""
         rejects = [Reject(int(indexes[each.message]), each.row, each.reason) for each in self.rejects]
         deferred = [int(indexes[message]) for message in self.deferred]
         heavy = [int(indexes[message]) for message in self.overweight]
-        return Decoded(indexes[self.message], self.row, self.columns, rejects, self.unknown_fields, deferred, heavy)
+        deletes = {int(indexes[message]): key for message, key in self.deletes.items()}
+        return Decoded(
+            indexes[self.message], self.row, self.columns, rejects, self.unknown_fields, deferred, heavy, deletes
+        )
 
     def without(self, bad: NDArray[np.bool_], reason: str) -> "Decoded":
         """Return the same with the events of the mask `[N]` rejected for `reason`."""
@@ -69,6 +75,7 @@ class Decoded:
             self.unknown_fields,
             self.deferred,
             self.overweight,
+            self.deletes,
         )
 
 
@@ -90,7 +97,8 @@ def joined(parts: Sequence[Decoded]) -> Decoded:
     rejects = sorted(reject for part in parts for reject in part.rejects)
     unknown, deferred = sum(part.unknown_fields for part in parts), sorted(i for part in parts for i in part.deferred)
     heavy = sorted(i for part in parts for i in part.overweight)
-    return Decoded(message[order], row[order], columns, rejects, unknown, deferred, heavy)
+    deletes = {message: key for part in parts for message, key in part.deletes.items()}
+    return Decoded(message[order], row[order], columns, rejects, unknown, deferred, heavy, deletes)
 
 
 class Format:

@@ -16,7 +16,7 @@ _MAGIC = {
     b"\xff\xfe": "it is UTF-16: let the producer write UTF-8",
     b"\xfe\xff": "it is UTF-16: let the producer write UTF-8",
 }
-UNWRAP = "let the connector send the row alone (the transform ExtractNewRecordState)"
+UNWRAP = 'name the fields of a row by field = "after.NAME"'
 
 
 def other_format(value: bytes) -> str | None:
@@ -32,13 +32,11 @@ def other_format(value: bytes) -> str | None:
             return what
     document = _document(value)
     if is_debezium(document):
-        return f'it is an envelope of Debezium, with the row in "after": {UNWRAP}'
+        return 'it is an envelope of Debezium, with the row in "after": set stream.envelope = "debezium"'
     if isinstance(document, dict) and document.keys() == _CONNECT:
-        inner = f", and in it an envelope of Debezium: {UNWRAP}, and" if is_debezium(document["payload"]) else ":"
-        return (
-            f'it is an envelope of Kafka Connect, with the event in "payload"{inner} set '
-            "value.converter.schemas.enable = false"
-        )
+        if is_debezium(document["payload"]):
+            return 'it is an envelope of Debezium, within one of Kafka Connect: set stream.envelope = "debezium"'
+        return 'it is an envelope of Kafka Connect, with the event in "payload": set stream.envelope = "connect"'
     if isinstance(document, dict) and document.keys() >= _CLOUD_EVENT:
         return 'it is an event of CloudEvents: set stream.envelope = "cloudevents"'
     return None

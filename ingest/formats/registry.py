@@ -1,12 +1,14 @@
 """The message formats by name."""
 
+from collections.abc import Sequence
 from typing import get_args
 
 from anabranch.core.extras import needs
 from anabranch.core.users_code import build
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.base import Format, RecordDecoder
-from anabranch.ingest.formats.envelopes.cloud_events import CloudEventsFormat
+from anabranch.ingest.formats.envelopes.change_events import ConnectFormat, DebeziumFormat
+from anabranch.ingest.formats.envelopes.cloud_events import CloudEventsFormat, binary_headers
 from anabranch.ingest.formats.json import JsonFormat
 from anabranch.ingest.formats.registered import MakeDecoder, RegisteredFormat
 from anabranch.ingest.formats.rows import RowsFormat
@@ -32,7 +34,20 @@ def make_format(
         SettingsError: the format cannot hold the schema, or needs an extra that is not installed.
     """
     inner = _inner(stream, schema, schemas, is_of_subject=is_of_subject)
-    return CloudEventsFormat(schema, inner) if stream.envelope == "cloudevents" else inner
+    if stream.envelope == "cloudevents":
+        return CloudEventsFormat(schema, inner)
+    if stream.envelope == "connect":
+        return ConnectFormat(schema, inner)
+    return DebeziumFormat(schema, inner, erases=stream.deletes == "erase") if stream.envelope == "debezium" else inner
+
+
+def wrapped(stream: StreamSettings, event: bytes) -> tuple[bytes, Sequence[tuple[str, bytes]]]:
+    """Return the value and the headers of a message with an event, in the envelope of the stream."""
+    if stream.envelope == "cloudevents":
+        return event, binary_headers()
+    starts = {"connect": b'{"schema":null,"payload":', "debezium": b'{"before":null,"op":"c","after":'}
+    start = starts.get(stream.envelope)
+    return (event if start is None else start + event + b"}"), ()
 
 
 def _inner(stream: StreamSettings, schema: Schema, schemas: WriterSchemas | None, *, is_of_subject: bool) -> Format:

@@ -228,7 +228,7 @@ def _check_message(stream: StreamSettings, events: SchemaSettings, newest: Messa
         yield ok(f"The newest message, {source}, can be used.")
     if assembled.unknown_fields and (value := newest.values[0]) is not None:
         message = "The newest message has fields that [schema] does not know"
-        if stream.format == "json":
+        if stream.format == "json" and stream.envelope == "none":
             named = {schema.path(name)[0] for name in schema.names}
             message += f": {', '.join(sorted(set(json_text.decoded(msgspec.json.decode, value)) - named))}"
         yield info("message.unknown", f"{message}.", "Nothing, if they are not meant to be features.")
@@ -237,7 +237,8 @@ def _check_message(stream: StreamSettings, events: SchemaSettings, newest: Messa
 def _reasons(newest: Messages, stream: StreamSettings, events: SchemaSettings) -> list[str]:
     """Say what is wrong field by field, where the format has fields by name: each feature is tried alone."""
     value = newest.values[0]
-    if stream.format != "json" or value is None or len(value) > stream.max_message_bytes:
+    is_plain = stream.format == "json" and stream.envelope == "none"
+    if not is_plain or value is None or len(value) > stream.max_message_bytes:
         return []
     if JsonFormat(Schema(events)).decode([value]).rejects and (what := other_format(value)) is not None:
         return [what]

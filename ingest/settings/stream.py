@@ -90,8 +90,12 @@ class StreamSettings(Section):
     `my_code:MyFormat` is your own class."""
     format_args: dict[str, Any] = {}
     """Keyword arguments of your format."""
-    envelope: Literal["none", "cloudevents"] = "none"
-    """What messages are wrapped in: nothing, or CloudEvents 1.0 in structured (JSON) or binary mode."""
+    envelope: Literal["none", "cloudevents", "connect", "debezium"] = "none"
+    """What messages are wrapped in: nothing, CloudEvents 1.0 in structured (JSON) or binary mode, or with `json` the
+    `schema` and `payload` of Kafka Connect, or Debezium's changes, with `schema` and `payload` or without."""
+    deletes: Literal["erase", "skip"] = "erase"
+    """What a delete of Debezium does: erase the events with its `[schema.key]`, as a tombstone; or nothing, as without
+    a key."""
     registry: RegistrySettings | None = None
     """The Schema Registry of `avro`, `protobuf` and `json-schema` messages."""
     start: Annotated[str, BeforeValidator(_start)] = "earliest"
@@ -177,6 +181,17 @@ class StreamSettings(Section):
         if self.format not in REGISTRY_FORMATS and self.registry is not None:
             names = ", ".join(f'"{name}"' for name in REGISTRY_FORMATS)
             raise ValueError(f'registry is for the formats {names}, but format = "{self.format}"')
+        return self
+
+    @model_validator(mode="after")
+    def _envelopes_of_connect_are_json(self) -> Self:
+        if self.envelope in ("connect", "debezium") and self.format != "json":
+            raise ValueError(
+                f'envelope = "{self.envelope}" is for format = "json", not "{self.format}"; in Avro, name the fields '
+                'of a row by field = "after.NAME"'
+            )
+        if self.deletes != "erase" and self.envelope != "debezium":
+            raise ValueError(f'deletes = "{self.deletes}" is for envelope = "debezium", not "{self.envelope}"')
         return self
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from anabranch.ingest.events.block import Array, BlockLayout, Outcome, SkipReaso
 from anabranch.ingest.events.encoders import hash_texts
 from anabranch.ingest.events.hold_out import held_out
 from anabranch.ingest.events.identity import partition_base
-from anabranch.ingest.events.key_forms import form_of
+from anabranch.ingest.events.key_forms import PLAIN, form_of
 from anabranch.ingest.events.position import Position
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
@@ -127,7 +127,7 @@ class BlockBuilder:
         self._skip_unlabelled = stream.unlabelled == "skip"
         self._hold_out = hold_out
         self._most_weight, self._next_log = schema.most_weight or 0.0, 0.0
-        self._keyed = schema.key is not None
+        self._keyed, self._follows_deletes = schema.key is not None, stream.envelope == "debezium"
         self._label_topics = stream.label_topics
         self._label_decoder: ValueDecoder | None = None
         if stream.labels is not None:
@@ -155,16 +155,21 @@ class BlockBuilder:
             assembled = self.assemble(usable)
             return replace(assembled, deferred=sorted({*deferred, *assembled.deferred}))
         columns, message = self._rows(decoded, incoming)
-        tombstones = self._tombstones(incoming) if self._keyed else {}
+        tombstones, deletes = self._erasing(incoming, decoded, part)
         of_files = _of_files(columns, [each.of_files for each in incoming], part[message])
         columns["outcome"][of_files] = np.uint8(Outcome.SKIPPED)
         columns["reason"][of_files] = np.uint8(SkipReason.LEFT_TO_FILES)
         left = set(message[of_files].tolist())
         _mark_tombstones(columns, message, tombstones)
+        deleted = np.isin(message, list(deletes))
+        columns["outcome"][deleted], columns["reason"][deleted] = (
+            np.uint8(Outcome.SKIPPED),
+            np.uint8(SkipReason.DELETED),
+        )
         self._assign_outcomes(columns, incoming, part[message], of_labels[message])
         letters, looped = [], 0
         for rejects in _by_message(decoded.rejects):
-            if rejects[0].message in tombstones or rejects[0].message in left:
+            if rejects[0].message in tombstones or rejects[0].message in left or rejects[0].message in deletes:
                 continue
             index = int(part[rejects[0].message])
             letter = _letter(incoming[index].messages, rejects[0].message - firsts[index], rejects)
@@ -235,6 +240,22 @@ class BlockBuilder:
                 ", ".join(named),
             )
         return len(decoded.overweight)
+
+    def _erasing(
+        self, incoming: Sequence[Incoming], decoded: Decoded, part: NDArray[np.intp]
+    ) -> tuple[dict[int, bytes], set[int]]:
+        """Return the keys of messages that erase events, by the index of the message, and deletes that erase none."""
+        tombstones = self._tombstones(incoming) if self._keyed else {}
+        deletes = dict(decoded.deletes)
+        if self._follows_deletes:
+            # For log compaction, such a message follows each delete; its key is that of the table, in JSON.
+            deletes |= {message: b"" for message, key in tombstones.items() if form_of(key) != PLAIN}
+        for message, key in deletes.items():
+            if key and incoming[int(part[message])].messages.partition.topic not in self._keyless_topics:
+                tombstones[message] = key
+            else:
+                tombstones.pop(message, None)
+        return tombstones, deletes.keys() - tombstones.keys()
 
     def _tombstones(self, incoming: Sequence[Incoming]) -> dict[int, bytes]:
         """Return the keys of messages with a key and a null value, by the index of the message among all."""

@@ -61,7 +61,7 @@ _FEW = 100
 """Events of a topic that may all be unusable before it is a problem; a history is one once it is read."""
 _UNUSABLE = ("unlabelled", "untaught")
 """Reasons for which an event without a label is skipped."""
-_AS_ORDERED = ("left_to_topics", "left_to_files", "repeated", "undone", "erased", "tombstone")
+_AS_ORDERED = ("left_to_topics", "left_to_files", "repeated", "undone", "erased", "tombstone", "deleted")
 """Reasons that say nothing of what an event is like."""
 
 log = logging.getLogger(__name__)

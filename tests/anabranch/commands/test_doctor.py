@@ -1031,8 +1031,7 @@ class TestTopics:
     def test_an_envelope_is_named_and_not_the_fields_that_it_lacks(self, diagnose, send):
         send({"before": None, "after": EVENT, "op": "c"})
         assert only(diagnose("broker"), "message.unusable").message.endswith(
-            'cannot be used: it is an envelope of Debezium, with the row in "after": let the connector send the row '
-            "alone (the transform ExtractNewRecordState)."
+            'cannot be used: it is an envelope of Debezium, with the row in "after": set stream.envelope = "debezium".'
         )
 
     def test_a_tombstone_is_known_and_the_form_of_its_key(self, diagnose, send, edit):

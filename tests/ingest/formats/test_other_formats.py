@@ -30,9 +30,12 @@ def rejected(value):
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        (CHANGE, 'it is an envelope of Debezium, with the row in "after": let the connector send the row alone'),
-        ({"schema": {}, "payload": ROW}, 'it is an envelope of Kafka Connect, with the event in "payload": set value.'),
-        ({"schema": {}, "payload": CHANGE}, 'with the event in "payload", and in it an envelope of Debezium: let the'),
+        (CHANGE, 'it is an envelope of Debezium, with the row in "after": set stream.envelope = "debezium"'),
+        (
+            {"schema": {}, "payload": ROW},
+            'it is an envelope of Kafka Connect, with the event in "payload": set stream.envelope = "connect"',
+        ),
+        ({"schema": {}, "payload": CHANGE}, 'within one of Kafka Connect: set stream.envelope = "debezium"'),
         (b"\0\0\0\0\7" + json.dumps(ROW).encode(), 'set stream.format = "json-schema", and [stream.registry]'),
         (b"\0\0\0\0\7\2\0\0\xc0\x3f", 'set stream.format = "avro" or "protobuf", and [stream.registry]'),
         (
