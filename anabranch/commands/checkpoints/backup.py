@@ -35,7 +35,8 @@ from anabranch.serving.reporting.report import REPORT as SERVING_REPORT
 
 IN_PARTS = frozenset({"checkpoints", "replay", "labels", "versions", BASES})
 """What is copied by what names it: the rest of it is of no use, or half written."""
-LEFT_OUT = frozenset({LOCK, UNDO_LOCK, REPORT, SERVING_REPORT, DEVICE_SHARING, TRACES, FETCHED, PARTIAL, HOLDER})
+REPORTS = frozenset({REPORT, SERVING_REPORT, "learner-start.json", "serving-start.json"})
+LEFT_OUT = REPORTS | {LOCK, UNDO_LOCK, DEVICE_SHARING, TRACES, FETCHED, PARTIAL, HOLDER}
 """What belongs to the processes that run here, or can be made again."""
 _ATTEMPTS = 3
 

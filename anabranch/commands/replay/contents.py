@@ -187,8 +187,8 @@ def _stored(config: Config) -> Stored:
         if not checkpoints.numbers():
             break
     raise SettingsError(
-        f"there is no checkpoint in {checkpoints.location} yet; the first one is made after checkpoints.every, or when "
-        "it stops"
+        f"there is no checkpoint with stored events in {checkpoints.location} yet; the first one is made after "
+        "checkpoints.every, or when the learner stops"
     )
 
 

@@ -16,6 +16,7 @@ from anabranch import cli
 from anabranch.commands.checkpoints.backup import IN_PARTS, LEFT_OUT, Backup, back_up
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
+from anabranch.core.start_report import starting
 from anabranch.core.stream_secret import StreamSecret
 from anabranch.core.temporary_files import temporary_folder
 from anabranch.ingest.events.schema import Schema
@@ -112,6 +113,14 @@ def test_whatever_else_is_there_is_in_it_unless_it_is_named_as_left_out(stopped,
     assert {path.name for path in target.iterdir()} == there - LEFT_OUT
     assert (target / "of-a-later-release" / "file").exists()
     assert (target / ERASURES).read_bytes() == b'{"complete": 1}\n'
+
+
+def test_reports_of_processes_are_not_in_it(stopped, tmp_path):
+    before = {path.name for path in stopped.state_dir.iterdir()}
+    (stopped.state_dir / "learner.json").touch()
+    with starting(stopped.state_dir, "learner"), starting(stopped.state_dir, "serving"):
+        back_up(stopped.config, tmp_path / "backup")
+    assert {path.name for path in (tmp_path / "backup").iterdir()} == before - {"learner.lock"}
 
 
 @pytest.mark.parametrize("gone", ["file", "folder", "folder/file", "folder/inner"])
