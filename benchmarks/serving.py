@@ -12,6 +12,7 @@
     fleet      from a version's commit to an object store to its being served on another host
     peer       single rows a second over those of LitServe and Ray Serve, with the same model and batching
     freshness  from an event's append to a prediction by a version trained on it
+    stream     messages answered from topic to topic over the model's own rate, and the latency that it adds to Kafka's
     device_sharing
                one core for learner and serving: how much later requests are answered while the learner trains, and how
                much training is kept
@@ -34,6 +35,7 @@ from benchmarks.harness import (
     serving_freshness,
     serving_grpc,
     serving_peer,
+    serving_stream,
     serving_swaps,
     serving_tracing,
     serving_workers,
@@ -52,10 +54,11 @@ SECTIONS: dict[str, ModuleType] = {
     "fleet": serving_fleet,
     "peer": serving_peer,
     "freshness": serving_freshness,
+    "stream": serving_stream,
     "device_sharing": serving_device_sharing,
 }
 """Each has `TARGETS`, and `measure(results, form, bootstrap)`."""
-_QUICK = ["swaps", "experts", "grpc", "tracing", "fleet", "freshness", "device_sharing"]
+_QUICK = ["swaps", "experts", "grpc", "tracing", "fleet", "freshness", "stream", "device_sharing"]
 
 
 def main() -> None:

@@ -93,6 +93,7 @@ def deployment_of(config: "Config") -> "Deployment":
         storage=pipeline.storage if pipeline.serving.versions_from == "storage" else None,
         fleet=pipeline.storage,
         tracing=pipeline.tracing,
+        source=pipeline.stream,
     )
 
 

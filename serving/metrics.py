@@ -24,6 +24,8 @@ _RATE_MARKS = 10
 _REQUEST_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _FRESHNESS_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 1800, 7200, 86400)
 _WINDOW_SWAPS = 256
+_MOST_AGES = 64
+"""Quantiles of ages that stand for those of many events."""
 
 
 class ServingMetrics:
@@ -80,7 +82,9 @@ class ServingMetrics:
         self._answer_times = _Recent()
         self._recent_ages = _RecentRows()
         self._total = 0
-        self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_MARKS)
+        self._rate = _Rate()
+        self.stream = StreamMetrics(registry, self._total_registry)
+        """Of `[serving.stream]`."""
 
     def request(self, status: int, seconds: float) -> None:
         """Count an inference request that has been answered."""
@@ -108,19 +112,15 @@ class ServingMetrics:
 
     def requests(self) -> dict[str, int]:
         """Return the requests so far by HTTP status."""
-        return self._by_label("anabranch_serving_requests", "code")
+        return _by_label(self._total_registry, "anabranch_serving_requests", "code")
 
     def swap_outcomes(self) -> dict[str, int]:
         """Return the versions so far by outcome."""
-        return self._by_label("anabranch_serving_swaps", "outcome")
+        return _by_label(self._total_registry, "anabranch_serving_swaps", "outcome")
 
     def requests_per_second(self) -> float:
         """Return the rate since about ten seconds ago; called about once a second by the loop's thread."""
-        now = monotonic()
-        if not self._marks or now - self._marks[-1][0] >= 1.0:
-            self._marks.append((now, self._total))
-        then, before = self._marks[0]
-        return (self._total - before) / (now - then) if now > then else 0.0
+        return self._rate.of(self._total)
 
     def request_percentiles(self) -> tuple[float, float] | tuple[None, None]:
         """Return the median and the 99th percentile, in seconds, of recent answers; Nones without any."""
@@ -134,14 +134,84 @@ class ServingMetrics:
         """Return all metrics in Prometheus' text format. Thread-safe."""
         return generate_latest(self._total_registry)
 
-    def _by_label(self, name: str, label: str) -> dict[str, int]:
-        return {
-            sample.labels[label]: int(sample.value)
-            for metric in self._total_registry.collect()
-            if metric.name == name
-            for sample in metric.samples
-            if sample.name == f"{name}_total"
-        }
+
+class StreamMetrics:
+    """Counts of the answers of `[serving.stream]`."""
+
+    def __init__(self, registry: CollectorRegistry, total: CollectorRegistry) -> None:
+        """Take `total`, the registry with the sums of all workers."""
+        self._total_registry = total
+        self._messages = Counter(
+            "anabranch_serving_stream_messages",
+            "Messages of serving.stream.topics by outcome: answered, dead_lettered",
+            ["outcome"],
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "anabranch_serving_stream_answer_duration_seconds",
+            "Time from the record time of a message to the commit of its answer in serving.stream.output",
+            buckets=(*_REQUEST_BUCKETS, 30, 60, 300),
+            registry=registry,
+        )
+        self.lag = Gauge(
+            "anabranch_serving_stream_lag",
+            "Messages of serving.stream.topics that are not answered yet, of this server's partitions",
+            multiprocess_mode="livesum",
+            registry=registry,
+        )
+        self._recent_ages = _RecentRows()
+        self._answered = 0
+        self._rate = _Rate()
+
+    def answered(self, ages: Ages) -> None:
+        """Count messages that have an answer, with the ages of them all when it was committed."""
+        if len(ages):
+            self._answered += len(ages)
+            self._messages.labels("answered").inc(len(ages))
+            few = ages[np.linspace(0, len(ages) - 1, min(len(ages), _MOST_AGES)).astype(int)]
+            _observe(self._duration, len(ages), few)
+            self._recent_ages.add(len(ages), few)
+
+    def dead_lettered(self, count: int) -> None:
+        """Count dead letters of messages that were to be answered."""
+        if count:
+            self._messages.labels("dead_lettered").inc(count)
+
+    def messages(self) -> dict[str, int]:
+        """Return the messages so far by outcome."""
+        return _by_label(self._total_registry, "anabranch_serving_stream_messages", "outcome")
+
+    def answers_per_second(self) -> float:
+        """Return the rate of answers since about ten seconds ago; called about once a second."""
+        return self._rate.of(self._answered)
+
+    def percentiles(self) -> tuple[float, float] | tuple[None, None]:
+        """Return the median and the 99th percentile of recent answers' ages, in seconds; Nones without any."""
+        return self._recent_ages.percentiles()
+
+
+def _by_label(registry: CollectorRegistry, name: str, label: str) -> dict[str, int]:
+    return {
+        sample.labels[label]: int(sample.value)
+        for metric in registry.collect()
+        if metric.name == name
+        for sample in metric.samples
+        if sample.name == f"{name}_total"
+    }
+
+
+class _Rate:
+    """The growth of a number a second, over about the last ten seconds."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_MARKS)
+
+    def of(self, total: int) -> float:
+        now = monotonic()
+        if not self._marks or now - self._marks[-1][0] >= 1.0:
+            self._marks.append((now, total))
+        then, before = self._marks[0]
+        return (total - before) / (now - then) if now > then else 0.0
 
 
 class _Recent:

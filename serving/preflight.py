@@ -8,10 +8,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.core.errors import SettingsError
-from anabranch.core.preflight import Finding, check_address, info, ok, problem, warning
+from anabranch.core.errors import AnabranchError, SettingsError
+from anabranch.core.preflight import Finding, check_address, check_import, info, ok, problem, warning
 from anabranch.core.settings import uuids_in
 from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.kafka.topic_inspector import Inspector
+from anabranch.ingest.preflight.broker import denied_topic
+from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.learner.device.visible_devices import VISIBLE, machine_devices, visible_devices
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.versions.format import Versions
@@ -37,6 +40,39 @@ def check_port(serving: ServingSettings, status: str, state_dir: Path) -> Iterat
     for key, number in (("serving.port", port), ("serving.grpc_port", serving.grpc_port)):
         if number is not None:
             yield from check_address(key, "serving.host", host, number, read_report(state_dir))
+
+
+def check_stream(serving: ServingSettings, stream: StreamSettings) -> Iterator[Finding]:
+    """Whether the topics of `[serving.stream]` can be read and written, and the broker has transactions if needed."""
+    answers = serving.stream
+    if answers is None:
+        return
+    yield from check_import("[serving.stream]", "confluent_kafka", "fast")
+    try:
+        with Inspector(stream) as inspector:
+            faults = [
+                found
+                for name, key, right in (
+                    *((t, "topics", "READ") for t in answers.topics),
+                    (answers.output, "output", "WRITE"),
+                )
+                if (found := _check_topic(inspector, stream, name, key, right)) is not None
+            ]
+            if answers.delivery == "exactly-once" and not inspector.has_transactions():
+                message = f"The Kafka broker at {stream.bootstrap_servers} has no transactions."
+                faults.append(problem("stream.transactions", message, 'Set serving.stream.delivery = "at-least-once".'))
+    except AnabranchError:
+        return  # a finding of the broker's check
+    yield from faults or [ok(f"{', '.join(answers.topics)} can be answered in {answers.output}.")]
+
+
+def _check_topic(inspector: Inspector, stream: StreamSettings, name: str, key: str, right: str) -> Finding | None:
+    topic = inspector.topic(name)
+    if topic is None:
+        fix = f'Make it: "anabranch topics create", or fix serving.stream.{key}.'
+        message = f"There is no topic {name} on {stream.bootstrap_servers}."
+        return problem("topic.missing", message, fix, unreachable=True)
+    return denied_topic(name, topic, right)
 
 
 def check_versions(settings: PipelineSettings, serving: ServingSettings) -> Iterator[Finding]:

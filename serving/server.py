@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import msgspec
 import prometheus_client
@@ -37,9 +36,7 @@ from anabranch.serving.reporting.report import STOPPED, ServingReport, read_repo
 from anabranch.serving.reporting.worker_pool import PoolWorker
 from anabranch.serving.rollout.hot_swap import VersionSwapper
 from anabranch.serving.settings import ServingSettings
-
-if TYPE_CHECKING:
-    from anabranch.serving.grpc.server import GrpcServer
+from anabranch.serving.transports import answer_stream, grpc_server
 
 log = logging.getLogger("anabranch.serving")
 
@@ -112,7 +109,8 @@ class _Process:
 
         1. for `serving.drain`, all is answered as before, but for the question whether the server is ready;
         2. requests that wait for a newer version are answered 503;
-        3. the listener is closed, requests in flight are answered, connections are closed;
+        3. the listener is closed, requests in flight are answered, connections are closed; messages that were read are
+           answered, and the consumer group is left;
         4. the swap's thread ends, then the model's;
         5. the last report is written, with `ready` false.
 
@@ -143,7 +141,11 @@ class _Process:
             app = build_app(self._service, self._settings, self._metrics, self._overview, self._report, bodies)
             http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)
             http.load()
-            calls = self._grpc_server(bodies)
+            self._calls = grpc_server(self._service, self._settings, self._metrics, bodies, self._deployment.folder)
+            name = self._id if self._worker is None else f"{self._id}-{self._worker.number}"
+            self._answers = answer_stream(
+                self._deployment, self._settings, self._service, self._metrics, self._bugs.append, name
+            )
             stack.enter_context(_short_and_rare_collections())
             if self._worker is None or self._worker.acts_for_all:
                 self._fleet = self._fleet_host()
@@ -154,7 +156,8 @@ class _Process:
             log.info("serving %s on %s/v2/models/%s", self._deployment.name, self._address, self._deployment.name)
             await asyncio.gather(
                 self._answer(stop, http),
-                *([] if calls is None else [self._answer_calls(stop, calls)]),
+                self._answer_calls(stop),
+                self._answer_messages(),
                 self._until(stop, http),
             )
         self._write(msgspec.structs.replace(self._report(), ready=False, problems=[STOPPED]))
@@ -172,11 +175,18 @@ class _Process:
         await self._may_answer(stop)
         await http.serve(self._listener)
 
-    async def _answer_calls(self, stop: threading.Event, calls: "GrpcServer") -> None:
-        await self._may_answer(stop)
-        self._grpc_address = await calls.start()
-        await self._stopped.wait()
-        await calls.stop()
+    async def _answer_calls(self, stop: threading.Event) -> None:
+        if self._calls is not None:
+            await self._may_answer(stop)
+            self._grpc_address = await self._calls.start()
+            await self._stopped.wait()
+            await self._calls.stop()
+
+    async def _answer_messages(self) -> None:
+        if self._answers is not None:
+            self._answers.start()
+            await self._stopped.wait()
+            await asyncio.to_thread(self._answers.stop)
 
     async def _may_answer(self, stop: threading.Event) -> None:
         """A worker without a version waits for its first while another worker serves."""
@@ -217,6 +227,7 @@ class _Process:
             *([self._batcher.problem] if self._batcher.problem else []),
             *self._swap.problems,
             *(self._fleet.problems if self._fleet is not None else []),
+            *(self._answers.problems.values() if self._answers is not None else []),
             *self._report_problems,
             *([self._deployment.device_problem] if self._deployment.device_problem else []),
         ]
@@ -244,23 +255,12 @@ class _Process:
             request_p50_seconds=request_p50,
             request_p99_seconds=request_p99,
             shadow=self._service.shadow.report,
+            stream=self._answers.report() if self._answers is not None else None,
             server=self._fleet.server if self._fleet is not None else None,
             follow_lag_seconds=lag,
             model_problem=self._batcher.problem,
             problems=problems,
         )
-
-    def _grpc_server(self, bodies: BodyReader) -> "GrpcServer | None":
-        if self._settings.grpc_port is None:
-            return None
-        try:
-            # Imported here since it is an extra.
-            from anabranch.serving.grpc.server import GrpcServer
-        except ImportError as exc:
-            raise SettingsError(
-                f'serving.grpc_port needs grpcio ({exc}): pip install "anabranch[grpc]", or take the key out'
-            ) from exc
-        return GrpcServer(self._service, self._settings, self._metrics, bodies, self._deployment.folder)
 
     def _fleet_host(self) -> FleetHost | None:
         deployment, storage = self._deployment, self._deployment.storage

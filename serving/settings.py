@@ -1,6 +1,7 @@
 """The section `[serving]` of `pipeline.toml`. Imports no web framework and no torch."""
 
 import re
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -11,6 +12,8 @@ from anabranch.core.durations import Duration
 from anabranch.core.errors import SettingsError
 from anabranch.core.net import is_loopback
 from anabranch.core.settings import DeviceName, Section
+from anabranch.ingest.settings.labels import TopicName
+from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.learner.settings.pipeline import ServedSettings
 from anabranch.learner.settings.storage import StorageSettings
 
@@ -38,6 +41,36 @@ class TlsSettings(Section):
     def _both_or_neither(self) -> Self:
         if (self.cert is None) != (self.key is None):
             raise ValueError("cert and key go together")
+        return self
+
+
+class AnswersSettings(Section):
+    """Predictions through Kafka: events of topics in, an answer to each out. Needs the extra `fast`."""
+
+    topics: Annotated[tuple[TopicName, ...], Field(min_length=1)]
+    """Topics to answer, at the brokers and in the format of `[stream]`."""
+    output: TopicName
+    """Topic of the answers, one for each message, with its key."""
+    delivery: Literal["exactly-once", "at-least-once"] = "exactly-once"
+    """`exactly-once` writes answers in transactions: who reads committed records sees one answer to each message. After
+    a crash, `at-least-once` may answer messages twice."""
+    group_id: str | None = None
+    """Consumer group whose members divide the partitions; by default `anabranch-`, the name, and `-answers`."""
+    start: Literal["earliest", "latest"] = "earliest"
+    """Where a partition begins for which the group has no offset yet."""
+    max_in_flight: Annotated[int, Field(ge=1)] = 8192
+    """Messages that may be read and not answered yet; at that bound reading pauses."""
+
+    def group_of(self, name: str) -> str:
+        """Return the consumer group for a pipeline of this name."""
+        return self.group_id or f"anabranch-{name}-answers"
+
+    @model_validator(mode="after")
+    def _answers_are_no_events(self) -> Self:
+        if len(set(self.topics)) != len(self.topics):
+            raise ValueError("topics names a topic twice")
+        if self.output in self.topics:
+            raise ValueError(f'output = "{self.output}" is one of topics: answers would be answered again')
         return self
 
 
@@ -81,6 +114,8 @@ class ServingSettings(ServedSettings):
     on) or `all`."""
     tls: TlsSettings = TlsSettings()
     """TLS certificate and key."""
+    stream: AnswersSettings | None = None
+    """Predictions through Kafka; absent: none."""
 
     @model_validator(mode="after")
     def _a_body_can_be_held(self) -> Self:
@@ -112,3 +147,23 @@ def check_versions_from(serving: ServingSettings, storage: StorageSettings | Non
             'storage.mode = "only" publishes no version into state_dir, and serving.versions_from = "state_dir" waits '
             'for one there: set serving.versions_from = "storage"'
         )
+
+
+def answer_conflicts(serving: ServingSettings, stream: StreamSettings, name: str) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong between `[serving.stream]` and `[stream]`: the key to change, and a sentence."""
+    answers = serving.stream
+    if answers is None:
+        return
+    letters = stream.dead_letter_topic
+    for topics, what in ((stream.topics, "stream.topics"), (stream.label_topics, "stream.labels.topics")):
+        if answers.output in topics:
+            yield (
+                "output",
+                f'serving.stream.output = "{answers.output}" is one of {what}: the learner would read answers',
+            )
+    if letters == answers.output or letters in answers.topics:
+        key = "output" if letters == answers.output else "topics"
+        yield key, f'serving.stream.{key} names "{letters}", the topic of dead letters; choose another'
+    if answers.group_of(name) == stream.group_id:
+        what = "stream.group_id, whose offsets are those of the learner; choose another"
+        yield "group_id", f'serving.stream.group_id = "{stream.group_id}" is {what}'

@@ -118,6 +118,7 @@ WALL_CLOCK = {
     "serving/reporting/worker_pool.py": "a report's time",
     "serving/reporting/health.py": "how old the first report is that a process reads of another",
     "serving/dashboard/status.py": "the times of a chart",
+    "serving/stream/answer_stream.py": "how old messages are when they are answered",
     "serving/preflight.py": "a certificate ends at a date",
     "serving/server.py": "a report's time",
     "serving/rollout/hot_swap.py": "compares with the record times of the stream",

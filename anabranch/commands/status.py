@@ -40,7 +40,7 @@ from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit, stop_on_signals
 from anabranch.serving.fleet.overview import Fleet
 from anabranch.serving.reporting.health import SILENT
-from anabranch.serving.reporting.report import ServingReport, ShadowReport
+from anabranch.serving.reporting.report import AnswersReport, ServingReport, ShadowReport
 from anabranch.serving.reporting.report import read_report as read_serving
 
 _BAR_COLUMNS = 40
@@ -372,7 +372,19 @@ def _serving(report: ServingReport) -> RenderableType:
     if report.request_p50_seconds is not None and report.request_p99_seconds is not None:
         p50, p99 = report.request_p50_seconds * 1000, report.request_p99_seconds * 1000
         table.add_row("latency", f"p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+    if report.stream is not None:
+        table.add_row("stream", _stream(report.stream))
     return table
+
+
+def _stream(report: AnswersReport) -> str:
+    """Say what is answered through Kafka, and how fast."""
+    counts = _pairs({k.replace("_", "-"): f"{v:,}" for k, v in report.messages.items()}) or "nothing yet"
+    speed = f"{report.per_second:,.0f} a second, lag {report.lag:,}"
+    if report.p50_seconds is not None and report.p99_seconds is not None:
+        p50, p99 = map(_short_duration, (report.p50_seconds, report.p99_seconds))
+        speed += f", p50 {p50}, p99 {p99} from append to answer"
+    return f"{', '.join(report.topics)} -> {report.output}: {counts}, {speed}"
 
 
 def _fleet(fleet: Fleet) -> RenderableType:
@@ -435,6 +447,10 @@ def _rate(rates: dict[str, float], name: str) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 60 else _age(seconds)
+
+
+def _short_duration(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else _duration(seconds)
 
 
 def _age(seconds: float) -> str:

@@ -8,20 +8,21 @@ from anabranch.command import AsJson, DryRun, command, output, say
 from anabranch.config.loader import Config
 from anabranch.ingest.kafka.producer import create_topics, partition_counts
 from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.serving.settings import AnswersSettings
 
 
 @command("anabranch topics create --partitions 6")
 def create(
     config: Config,
     partitions: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Partitions of each topic of events or labels that is created.")
+        int, typer.Option(min=1, metavar="N", help="Partitions of each topic that is created, but of dead letters.")
     ] = 2,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Create the topics of the pipeline that do not exist: of its events, of its labels and of its dead letters."""
+    """Create the topics of the pipeline that do not exist: of events, labels, answers and dead letters."""
     stream = config.pipeline.stream
-    needed = needed_topics(stream, partitions)
+    needed = needed_topics(stream, config.pipeline.serving.stream, partitions)
     if dry_run:
         there = partition_counts(stream, needed)
         made = [name for name in needed if name not in there]
@@ -37,9 +38,10 @@ def create(
         say(*sentences)
 
 
-def needed_topics(stream: StreamSettings, partitions: int) -> dict[str, int]:
+def needed_topics(stream: StreamSettings, answers: AnswersSettings | None, partitions: int) -> dict[str, int]:
     """Return the partitions of every topic that a pipeline needs, by name; dead letters need one."""
-    needed = dict.fromkeys(stream.all_topics, partitions)
+    answered = () if answers is None else (*answers.topics, answers.output)
+    needed = dict.fromkeys((*stream.all_topics, *answered), partitions)
     if stream.dead_letter_topic is not None:
         needed.setdefault(stream.dead_letter_topic, 1)
     return needed

@@ -23,6 +23,7 @@ from anabranch.learner.settings.compatibility import conflicts, facts, stage_con
 from anabranch.learner.settings.model import teacher_conflicts
 from anabranch.learner.settings.search import search_conflicts
 from anabranch.learner.state_dir.origin import is_published
+from anabranch.serving.settings import answer_conflicts
 
 _NOTHING_HIDDEN = "it is stored in every version and shown in errors, so it holds no secret; write the value, or have "
 _NOTHING_HIDDEN += "the model's code read {} itself"
@@ -157,6 +158,8 @@ def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
             "gate.holdout_fraction = 0 holds out none; set gate.holdout_fraction above 0, or serving.canary = 0"
         )
         yield ("serving", "canary"), sentence
+    for key, sentence in answer_conflicts(serving, pipeline.stream.resolved(pipeline.name), pipeline.name):
+        yield ("serving", "stream", key), sentence
     teacher, unlabelled = pipeline.model.teacher, pipeline.stream.unlabelled
     for key, sentence in teacher_conflicts(teacher, unlabelled, pipeline.events.features):
         yield tuple(key.split(".")), sentence

@@ -85,7 +85,7 @@ def gone_topic(topic: str, servers: str) -> str:
 def missing_topic(topic: str | None, servers: str) -> str:
     """Return the sentence for a topic that does not exist, with the way out."""
     return (
-        f'topic "{topic}" does not exist on {servers}; create it, for example with '
+        f'topic "{topic}" does not exist on {servers}; create it, for example with "anabranch topics create" or '
         f'"anabranch produce --create-topic FILE"'
     )
 

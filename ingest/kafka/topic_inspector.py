@@ -15,12 +15,14 @@ from kafka.admin import ConfigResource, ConfigResourceType
 from anabranch.ingest.errors import BrokerError
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.client import Messages
-from anabranch.ingest.kafka.kafka_python.connection import connect, reason, undecodable
+from anabranch.ingest.kafka.kafka_python.connection import brief, connect, reason, undecodable
 from anabranch.ingest.settings.stream import StreamSettings
 
 _DENIED = kafka_errors.TopicAuthorizationFailedError.errno
 _STEPS_BACK = (1, 100, 10_000)
 """How far before the end to search for the newest record: markers and compaction leave offsets without one."""
+_OF_TRANSACTIONS = {22, 24, 25, 26, 28}
+"""Numbers of the requests InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, EndTxn and TxnOffsetCommit."""
 _PATIENCE_SECONDS = 2.0
 """How long to wait for more records: to ask for a position instead costs milliseconds for each partition."""
 _POLL_MS = 100
@@ -66,6 +68,13 @@ class Inspector:
         except kafka_errors.KafkaError as exc:
             why = reason(exc, self._admin, self._settings)
             raise BrokerError(f'cannot look up the topic "{name}": {why}') from exc
+
+    def has_transactions(self) -> bool:
+        """Return whether the broker answers the requests that transactions need. Raises BrokerError."""
+        try:
+            return {int(key) for key in self._admin.api_versions()} >= _OF_TRANSACTIONS
+        except kafka_errors.KafkaError as exc:
+            raise BrokerError(f"cannot ask the broker what it can do: {brief(exc)}") from exc
 
     def newest(self, name: str, partitions: int) -> Messages | None:
         """Return the newest message of a topic, alone; None when no partition has any. Raises BrokerError."""

@@ -130,7 +130,7 @@ def _check_topic(
     if topic is None:
         yield _missing(name, stream, "labels.topics" if name in stream.label_topics else "topics")
         return
-    if denied := _denied(name, topic, "READ"):
+    if denied := denied_topic(name, topic, "READ"):
         yield denied
         return
     start = stream.start_time
@@ -153,7 +153,7 @@ def _check_dead_letters(inspector: Inspector, stream: StreamSettings) -> Iterato
     if topic is None:
         yield _missing(stream.dead_letter_topic, stream, "dead_letter_topic")
     else:
-        yield _denied(stream.dead_letter_topic, topic, "WRITE") or ok(
+        yield denied_topic(stream.dead_letter_topic, topic, "WRITE") or ok(
             f"The dead-letter topic {stream.dead_letter_topic} is there."
         )
 
@@ -163,7 +163,8 @@ def _missing(name: str, stream: StreamSettings, key: str) -> Finding:
     return problem("topic.missing", f"There is no topic {name} on {stream.bootstrap_servers}.", fix, unreachable=True)
 
 
-def _denied(name: str, topic: Topic, right: str) -> Finding | None:
+def denied_topic(name: str, topic: Topic, right: str) -> Finding | None:
+    """Return that the user has no right to a topic, such as READ; None where it has."""
     if topic.rights is None or right in topic.rights:
         return None
     verb = right.lower()

@@ -62,13 +62,17 @@ class OfFiles(NamedTuple):
     end: int
 
 
+_BEGIN = Position(0)
+"""Of a partition none of whose events has an outcome yet."""
+
+
 @dataclass(frozen=True)
 class Incoming:
     """Messages of one partition, its index, and the position of its first event without an outcome."""
 
     messages: Messages
     partition: int
-    begin: Position
+    begin: Position = _BEGIN
     of_files: OfFiles | None = None
 
 
@@ -172,7 +176,7 @@ class BlockBuilder:
             if rejects[0].message in tombstones or rejects[0].message in left or rejects[0].message in deletes:
                 continue
             index = int(part[rejects[0].message])
-            letter = _letter(incoming[index].messages, rejects[0].message - firsts[index], rejects)
+            letter = dead_letter(incoming[index].messages, rejects[0].message - firsts[index], rejects)
             if [name for name, _ in letter.headers].count(_SOURCE) >= _MOST_LETTERED:
                 looped += 1
             else:
@@ -209,7 +213,7 @@ class BlockBuilder:
         again = np.array([name.history > 1 for name in rows.counts], np.bool_)[part]
         skip_repeated(columns, again)
         letters = [
-            _letter(
+            dead_letter(
                 message_of(rows, reject.message, list(rows.counts)[int(part[reject.message])]),
                 0,
                 [whole(reject)],
@@ -398,7 +402,7 @@ def _by_message(rejects: Sequence[Reject]) -> list[list[Reject]]:
     return groups
 
 
-def _letter(
+def dead_letter(
     messages: Messages, index: int, rejects: Sequence[Reject], more: Sequence[tuple[str, bytes]] = ()
 ) -> DeadLetter:
     """Return the message at `index` unchanged, with headers for the reason, its source and its time, and `more`."""

@@ -170,12 +170,16 @@ class Service:
     ) -> tuple[ServedVersion, dict[str, Array]]:
         """Return the answers to a request, and the one version that gave them; see `infer`."""
         chosen = await self._choose(request, version)
+        return chosen, await self.predict_by(chosen, request, peer)
+
+    async def predict_by(self, chosen: ServedVersion, request: Request, peer: Hashable = None) -> dict[str, Array]:
+        """Return the answers of a version, which may have been replaced meanwhile; see `infer`."""
         self.check_alive()
         answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed, peer)
         self.answered[chosen.number] += 1
         if len(self.answered) > _MOST_COUNTED:
             del self.answered[min(self.answered)]
-        return chosen, answers
+        return answers
 
     def compare(self, chosen: ServedVersion, request: Request, answers: dict[str, Array]) -> None:
         """Let the shadow's candidate answer the same request, if it is one of its fraction."""

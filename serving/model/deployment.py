@@ -10,6 +10,7 @@ from torch import nn
 
 from anabranch.core.tracing.settings import TracingSettings
 from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.learner.errors import VersionError
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.embedding import Embedding, Embeddings, TaskEmbedding
@@ -63,6 +64,8 @@ class Deployment:
     """The object store to which servers of other hosts may report; None: there is none."""
     tracing: TracingSettings | None = None
     """`[tracing]`; None: nothing is traced."""
+    source: StreamSettings | None = None
+    """`[stream]`, by which `[serving.stream]` reads and decodes; None where nothing is read."""
     _shared: SharedBases = field(default_factory=SharedBases, compare=False, repr=False)
 
     @property

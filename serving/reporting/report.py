@@ -28,6 +28,24 @@ class ShadowReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why it was given up."""
 
 
+class AnswersReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `[serving.stream]` has answered, of a process or of all workers together."""
+
+    topics: list[str]
+    output: str
+    partitions: int
+    """That the group has given to this server."""
+    messages: dict[str, int]
+    """By outcome: answered, dead_lettered."""
+    per_second: float
+    """Answers, over about the last ten seconds."""
+    lag: int
+    """Messages that are not answered yet."""
+    p50_seconds: float | None = None
+    """Of the last minute's answers, from record time to commit; None without any."""
+    p99_seconds: float | None = None
+
+
 class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a serving process, or of all workers together."""
 
@@ -69,6 +87,8 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     request_p99_seconds: float | None = None
     shadow: ShadowReport | None = None
     """The candidate of `serving.shadow`; None without one."""
+    stream: AnswersReport | None = None
+    """The answers through Kafka; None without `[serving.stream]`."""
     server: str | None = None
     """Its id in the fleet; None where it follows the learner of its state directory."""
     follow_lag_seconds: float | None = None

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,14 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from anabranch.learner.versions.format import RegistryState
 from anabranch.serving.metrics import ServingMetrics
 from anabranch.serving.reporting.health import ReportAge
-from anabranch.serving.reporting.report import REPORT, ServingReport, ShadowReport, read_report, write_report
+from anabranch.serving.reporting.report import (
+    REPORT,
+    AnswersReport,
+    ServingReport,
+    ShadowReport,
+    read_report,
+    write_report,
+)
 
 COUNTS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Names the folder of counts for the client library."""
@@ -98,6 +105,7 @@ class WorkerPool:
             request_p50_seconds=_largest(reports, "request_p50_seconds"),
             request_p99_seconds=_largest(reports, "request_p99_seconds"),
             shadow=_shadow(reports.values()),
+            stream=_stream([report.stream for report in reports.values() if report.stream is not None]),
             server=_first(reports, "server"),
             follow_lag_seconds=_first(reports, "follow_lag_seconds"),
             model_problem=_first(reports, "model_problem"),
@@ -197,6 +205,20 @@ def _shadow(reports: Iterable[ServingReport]) -> ShadowReport | None:
     total = sum(shadow.rows * (shadow.disagreement or 0.0) for shadow in same)
     failed = next((shadow.failed for shadow in same if shadow.failed), None)
     return ShadowReport(version=newest, rows=rows, disagreement=total / rows if rows else None, failed=failed)
+
+
+def _stream(reports: Sequence[AnswersReport]) -> AnswersReport | None:
+    """Return the sums of all workers; their counts are added up already."""
+    if not reports:
+        return None
+    return msgspec.structs.replace(
+        reports[0],
+        partitions=sum(report.partitions for report in reports),
+        per_second=sum(report.per_second for report in reports),
+        lag=sum(report.lag for report in reports),
+        p50_seconds=max((report.p50_seconds for report in reports if report.p50_seconds is not None), default=None),
+        p99_seconds=max((report.p99_seconds for report in reports if report.p99_seconds is not None), default=None),
+    )
 
 
 def _name(number: int) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness.results import Form, options
 from tests.faults import (
+    answer_kills,
     backfill,
     baselines,
     bucket_kills,
@@ -43,6 +44,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "baselines": baselines.run,
     "cost": cost.run,
     "serving": serving_kills.run,
+    "answers": answer_kills.run,
     "fuzz": fuzz_part.run,
     "poison": poison.run,
     "outliers": outliers.run,

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.faults.answer_kills import answered_while_killed
 from tests.faults.backfill import killed_while_backfilling
 from tests.faults.baselines import MEMORY_BYTES, with_and_without_kills
 from tests.faults.bucket_kills import killed_with_its_store
@@ -16,6 +17,17 @@ from tests.faults.serving_kills import asked_while_the_learner_is_killed
 from tests.faults.siege import besiege
 from tests.faults.undo import undone_while_killed
 from tests.support.kafka import START
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_message_has_one_answer_whenever_the_server_is_killed(kafka, tmp_path):
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker is not the one whose transactions count")
+    done = answered_while_killed(tmp_path, kafka.bootstrap, kills=10, seed=6)
+    assert (done.kills, done.lost, done.twice) == (10, 0, 0)
+    assert done.messages > 0
+    assert done.running > 0, "no kill came while messages were answered"
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class Producer:
 class TopicReader:
     """Reads whole topics."""
 
-    def __call__(self, bootstrap, topic, at_least=0, patience=20.0):
+    def __call__(self, bootstrap, topic, at_least=0, patience=20.0, isolation_level="read_uncommitted"):
         """Return kafka-python's records of a topic in the order of (partition, offset).
 
         Returns as soon as there are `at_least` records and the end of every partition is reached; fails after
@@ -62,7 +62,10 @@ class TopicReader:
         """
         records: list[Any] = []
         deadline = Patience(patience)
-        with contextlib.closing(KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")) as consumer:
+        consumer = KafkaConsumer(
+            bootstrap_servers=bootstrap, auto_offset_reset="earliest", isolation_level=isolation_level
+        )
+        with contextlib.closing(consumer):
             partitions = [TopicPartition(topic, n) for n in sorted(consumer.partitions_for_topic(topic) or ())]
             assert partitions, f"there is no topic {topic} on {bootstrap}"
             consumer.assign(partitions)

@@ -47,6 +47,9 @@ CHECKS: Sequence[Check] = (
     Check("device", lambda of, _: device.check_device(of.pipeline.device), ("device",)),
     Check("broker", lambda of, _: broker.check_broker(of.pipeline.stream, of.pipeline.events), ("stream", "schema")),
     Check(
+        "answers", lambda of, _: serving.check_stream(of.pipeline.serving, of.pipeline.stream), ("serving", "stream")
+    ),
+    Check(
         "registry", lambda of, _: schema.check_registry(of.pipeline.stream, of.pipeline.events), ("stream", "schema")
     ),
     Check(

@@ -43,9 +43,12 @@ class ConfluentClient:
     The consumer names a group, since it commits for lag tools, but never joins it.
     """
 
-    def __init__(self, settings: StreamSettings, patience: timedelta = _PATIENCE) -> None:
-        """`patience` is how long `open` tries to reach a broker."""
+    def __init__(
+        self, settings: StreamSettings, patience: timedelta = _PATIENCE, tuned: Mapping[str, Any] | None = None
+    ) -> None:
+        """`patience` is how long `open` tries to reach a broker, `tuned` are further properties of the consumer."""
         self._settings = settings
+        self._tuned = dict(tuned or {})
         self._patience = patience.total_seconds()
         self._errors: list[KafkaError] = []
         self._consumer: Any = None
@@ -74,6 +77,7 @@ class ConfluentClient:
                 # Messages that were fetched and not yet polled; one more response of a broker may be in flight.
                 "queued.max.messages.kbytes": 16_384,
                 "error_cb": self._errors.append,
+                **self._tuned,
             },
         )
         reach(self._consumer, settings, self._errors, self._patience)
@@ -128,7 +132,7 @@ class ConfluentClient:
         if self._metadata.is_recreated:
             raise RecreatedError(RECREATED)
         try:
-            polled = self._consumer.consume(limit, timeout.total_seconds())
+            polled = self._consume(timeout, limit)
         except KafkaException as exc:
             raise BrokerError(f"cannot read the topics: {reason(exc, self._consumer, self._settings)}") from exc
         self._errors.clear()
@@ -180,6 +184,11 @@ class ConfluentClient:
         """Disconnect."""
         if self._consumer is not None:
             self._consumer.close()
+
+    def _consume(self, timeout: timedelta, limit: int) -> list[Any]:
+        """Return messages and events of the library; raises KafkaException."""
+        found: list[Any] = self._consumer.consume(limit, timeout.total_seconds())
+        return found
 
     def _taken(self, polled: Sequence[Any], limit: int) -> list[Messages]:
         """Sort what was polled, messages and events, by partition."""

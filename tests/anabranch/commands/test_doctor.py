@@ -1094,6 +1094,42 @@ class TestTopics:
         assert consume_all(kafka.bootstrap, f"{topic}.dead") == []
 
 
+class TestAnswers:
+    @pytest.fixture
+    def topics(self, kafka, make_topic, setting, edit):
+        events, output = make_topic(2), make_topic(2)
+        setting("stream.bootstrap_servers", kafka.bootstrap)
+        setting("stream.topics", [events])
+        edit(None, f'[serving.stream]\ntopics = ["{events}"]\noutput = "{output}"')
+        return events, output
+
+    def test_have_no_finding_where_topics_and_transactions_are_there(self, diagnose, topics):
+        (finding,) = diagnose("answers")
+        assert finding.message == f"{topics[0]} can be answered in {topics[1]}."
+
+    def test_need_an_output(self, diagnose, topics, setting):
+        setting("serving.stream.output", f"{topics[1]}-none")
+        finding = only(diagnose("answers"), "topic.missing")
+        assert f"There is no topic {topics[1]}-none" in finding.message
+        assert "anabranch topics create" in finding.fix
+
+    def test_need_transactions_unless_they_may_come_twice(self, diagnose, topics, setting, monkeypatch):
+        monkeypatch.setattr(KafkaAdminClient, "api_versions", lambda _: {0: (0, 9), 22: (0, 4)})
+        assert "at-least-once" in only(diagnose("answers"), "stream.transactions").fix
+        setting("serving.stream.delivery", "at-least-once")
+        assert kinds(diagnose("answers")) == []
+
+    def test_need_the_client(self, diagnose, topics, monkeypatch):
+        monkeypatch.setitem(sys.modules, "confluent_kafka", None)
+        assert "anabranch[fast]" in only(diagnose("answers"), "install.extra").fix
+
+    def test_get_their_topics_by_a_command(self, diagnose, topics, setting, example, kafka, capsys):
+        setting("serving.stream.output", f"{topics[1]}-new")
+        assert cli.main(["topics", "create", "-c", str(example / "pipeline.toml"), "--partitions", "3"]) == 0
+        assert f"created {topics[1]}-new with 3 partitions" in capsys.readouterr().out
+        assert kinds(diagnose("answers")) == []
+
+
 class TestObjectStore:
     @pytest.fixture
     def bucket(self, tmp_path, edit):

@@ -30,7 +30,7 @@ from anabranch.learner.status.report import (
 )
 from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit
-from anabranch.serving.reporting.report import ServingReport
+from anabranch.serving.reporting.report import AnswersReport, ServingReport, write_report
 
 PARTITION = PartitionReport(
     start=0, end=1000, finished=958, passed=0, gaps=0, removed=0, pending=42, trained_through=957
@@ -109,6 +109,23 @@ def screen(config):
     console = Console(width=120, file=io.StringIO())
     console.print(render(read_status(config)))
     return " ".join(console.file.getvalue().split())
+
+
+def test_answers_through_kafka_are_on_the_screen(config):
+    stream = AnswersReport(
+        topics=["payments"],
+        output="payments.scores",
+        partitions=2,
+        messages={"answered": 1234, "dead_lettered": 3},
+        per_second=56.0,
+        lag=7,
+        p50_seconds=0.012,
+        p99_seconds=0.034,
+    )
+    write_report(config.state_dir, serving_report(stream=stream))
+    said = screen(config)
+    assert "stream payments -> payments.scores: answered 1,234, dead-lettered 3" in said
+    assert "56 a second, lag 7, p50 12.0 ms, p99 34.0 ms from append to answer" in said
 
 
 def test_device_sharing_is_on_the_screen(config):

@@ -575,6 +575,29 @@ def test_canaries_need_held_out_events(load, refused):
     load(sections)
 
 
+class TestAnswersInATopic:
+    @pytest.mark.parametrize(
+        ("more", "sentence"),
+        [
+            ('topics = ["in"]\noutput = "in"', 'output = "in" is one of topics: answers would be answered again'),
+            ('topics = ["in", "in"]\noutput = "out"', "topics names a topic twice"),
+            ('topics = ["in"]\noutput = "events"', 'output = "events" is one of stream.topics: the learner would read'),
+            ('topics = ["in"]\noutput = "events.dead"', 'names "events.dead", the topic of dead letters'),
+            ('topics = ["events.dead"]\noutput = "out"', 'names "events.dead", the topic of dead letters'),
+            ('topics = ["in"]\noutput = "out"\ngroup_id = "learners"', '"learners" is stream.group_id'),
+            ('topics = ["in"]', "serving.stream.output"),
+        ],
+    )
+    def test_are_refused_where_topics_or_groups_are_those_of_others(self, refused, more, sentence):
+        stream = SMALLEST["stream"] + '\ngroup_id = "learners"'
+        assert sentence in refused({"stream": stream, "serving.stream": more})
+
+    def test_come_from_topics_that_are_learned_or_others(self, load):
+        answers = load({"serving.stream": 'topics = ["events", "more"]\noutput = "out"'}).pipeline.serving.stream
+        assert answers.group_of("tiny") == "anabranch-tiny-answers"
+        assert answers.delivery == "exactly-once"
+
+
 def faults_of(tmp_path, sections):
     path = tmp_path / "pipeline.toml"
     text = "\n".join(f"[{name}]\n{body}" if name else body for name, body in (SMALLEST | sections).items())
