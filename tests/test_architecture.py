@@ -101,7 +101,7 @@ WALL_CLOCK = {
     "ingest/preflight/broker.py": "checks whether the two machines' clocks agree",
     "ingest/preflight/history.py": "whether a time of the settings is in the future",
     "ingest/worker/topic_switch.py": "where a topic begins that is read from its latest record on",
-    "ingest/worker/retention_watch.py": "compares with the record times of the stream",
+    "ingest/worker/history_feed.py": "compares with the record times of the stream",
     "ingest/worker/block_builder.py": "compares with the record times of the stream",
     "ingest/backfill/open_files.py": "compares with the times of rows",
     "ingest/kafka/confluent/client.py": "the time of records that cannot be read",

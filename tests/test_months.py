@@ -30,9 +30,9 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.metrics import IngestMetrics
 from anabranch.ingest.reader.cursors import Partition
-from anabranch.ingest.reader.hang_detector import HangDetector
+from anabranch.ingest.reader.reader import HangDetector
 from anabranch.ingest.settings.stream import LagPolicySettings, SchemaSettings
-from anabranch.ingest.worker.stalled_partitions import StallDetector
+from anabranch.ingest.worker.lag_reporter import StallDetector
 from anabranch.learner.checkpoints.checkpointer import CheckpointPruning
 from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
 from anabranch.learner.evaluate.holdout import HoldoutSet

@@ -5,9 +5,10 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
@@ -18,7 +19,6 @@ from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import PartitionFingerprint, Position
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.reader.cursors import CursorTable, Partition
-from anabranch.ingest.reader.hang_detector import ANSWER_SECONDS, SILENT_SECONDS, HangDetector, Liveness
 from anabranch.ingest.reader.ingest_process import PROGRAM, IngestProcess
 from anabranch.ingest.reader.suspects import Suspects
 from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
@@ -39,6 +39,46 @@ from anabranch.ingest.transport.protocol import (
     begin,
 )
 from anabranch.ingest.transport.shared_ring import SharedRing
+
+SILENT_SECONDS = 40.0
+"""A process that sent nothing for this long hangs; a broker that is away blocks it for at most 30 s."""
+ANSWER_SECONDS = 5.0
+"""A process that was pinged and sent nothing for this long is reported as silent."""
+_MOST_PER_CHECK_SECONDS = 1.0
+"""Time between two checks counts up to this: beyond it this process was busy, or suspended itself."""
+
+
+class Liveness(Enum):
+    """What the time without a message says of a process."""
+
+    ALIVE = "the time is short"
+    PING = "the time is long enough to ask for a report, once"
+    SILENT = "it was asked for a report, and has sent none yet"
+    HUNG = "it was asked for a report, and sent none"
+
+
+class HangDetector:
+    """Counts the time since the last message of a process. Used by one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        """Start counting from zero: a message came, or a process was started."""
+        self._seconds, self._checked_at = 0.0, self._clock()
+
+    def check(self) -> Liveness:
+        """Count the time since the last check, in which no message came, and return what it says of the process."""
+        now, before, half = self._clock(), self._seconds, SILENT_SECONDS / 2
+        self._seconds += min(now - self._checked_at, _MOST_PER_CHECK_SECONDS)
+        self._checked_at = now
+        if before < half <= self._seconds:
+            return Liveness.PING
+        if before < half + ANSWER_SECONDS <= self._seconds < SILENT_SECONDS:
+            return Liveness.SILENT
+        return Liveness.HUNG if self._seconds >= SILENT_SECONDS else Liveness.ALIVE
+
 
 _OPEN_TIMEOUT = timedelta(minutes=1)
 _FIRST_BACKOFF = timedelta(seconds=0.2)

@@ -1,34 +1,243 @@
 """The client `confluent`: librdkafka, which fetches and parses in its own threads, without the GIL."""
 
+import base64
 import contextlib
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
+from operator import methodcaller
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaError, KafkaException
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Producer, TopicCollection
 from confluent_kafka import TopicPartition as KafkaPartition
-from confluent_kafka.admin import OffsetSpec
+from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from anabranch.ingest.errors import BrokerError, RecreatedError
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.client import Lag, Messages
 from anabranch.ingest.kafka.confluent.connection import brief, make, raise_if_fatal, reach, reason
-from anabranch.ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
-from anabranch.ingest.kafka.confluent.metadata import TopicMetadata
-from anabranch.ingest.kafka.confluent.records import REMOVED, UNREADABLE, batch_end, headers_of
-from anabranch.ingest.kafka.dead_letters import DeadLetter
+from anabranch.ingest.kafka.dead_letters import LARGEST_LETTER, DeadLetter, DeadLetterWriter, DeliveryError, sanitize
 from anabranch.ingest.kafka.diagnostics import (
+    BAD_HEADER,
     RECREATED,
     check_gap,
     damaged,
+    gone_topic,
+    missing_topic,
     too_large,
     unresponsive_message,
 )
 from anabranch.ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
 from anabranch.ingest.settings.stream import StreamSettings
+
+_REQUEST_SECONDS = 2.0
+_GONE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+
+
+class TopicMetadata:
+    """The topics of a stream, with the ids and partitions that the broker returned last."""
+
+    def __init__(self, settings: StreamSettings) -> None:
+        self.is_recreated = False
+        """Whether a topic has had another id since this was set to False."""
+        self._settings = settings
+        self._admin: Any = None
+        self._topics: dict[str, Any] = {}
+
+    def open(self, seconds: float) -> None:
+        """Connect, and check that every topic exists; raises BrokerError."""
+        self._admin = make(AdminClient, self._settings, {})
+        try:
+            self._topics = self._describe(seconds)
+        except KafkaException as exc:
+            why = reason(exc, self._admin, self._settings)
+            raise BrokerError(f"cannot look up the topics: {why}") from exc
+        for topic in (*self._settings.all_topics, self._settings.dead_letter_topic):
+            if topic not in self._topics:
+                raise BrokerError(missing_topic(topic, self._settings.bootstrap_servers))
+
+    def partitions(self) -> list[TopicPartition]:
+        """Return all partitions of the topics."""
+        return [
+            TopicPartition(topic, partition.id)
+            for topic in self._settings.all_topics
+            for partition in sorted(self._topics[topic].partitions, key=lambda each: each.id)
+        ]
+
+    def ids(self) -> dict[str, str]:
+        """Return the id of each topic, 32 hexadecimal digits, where the broker gives them."""
+        encoded = {topic: str(self._topics[topic].topic_id) for topic in self._settings.all_topics}
+        ids = {topic: base64.urlsafe_b64decode(f"{each}==").hex() for topic, each in encoded.items()}
+        return {topic: each for topic, each in ids.items() if each.strip("0")}
+
+    def refresh(self) -> None:
+        """Ask the broker again. Raises KafkaException without an answer, BrokerError when a topic is gone."""
+        found = self._describe(_REQUEST_SECONDS)
+        for topic in self._settings.all_topics:
+            if topic not in found:
+                raise BrokerError(gone_topic(topic, self._settings.bootstrap_servers))
+            self.is_recreated |= str(found[topic].topic_id) != str(self._topics[topic].topic_id)
+        self._topics = {**self._topics, **found}
+
+    def offsets(
+        self, partitions: Sequence[TopicPartition], spec: Any, isolation_level: str = ""
+    ) -> dict[TopicPartition, int]:
+        """Return an offset of each partition by an OffsetSpec; raises KafkaException."""
+        level = {
+            "read_committed": IsolationLevel.READ_COMMITTED,
+            "read_uncommitted": IsolationLevel.READ_UNCOMMITTED,
+        }[isolation_level or self._settings.isolation_level]
+        asked = {KafkaPartition(p.topic, p.partition): spec for p in partitions}
+        futures = self._admin.list_offsets(asked, isolation_level=level, request_timeout=_REQUEST_SECONDS)
+        found = {(tp.topic, tp.partition): future.result().offset for tp, future in futures.items()}
+        return {partition: int(found[partition.topic, partition.partition]) for partition in partitions}
+
+    def _describe(self, seconds: float) -> dict[str, Any]:
+        """Return the broker's descriptions of the topics that exist."""
+        names = list(dict.fromkeys(map(str, (*self._settings.all_topics, self._settings.dead_letter_topic))))
+        futures = self._admin.describe_topics(TopicCollection(names), request_timeout=seconds)
+        found = {}
+        for name, future in futures.items():
+            try:
+                found[name] = future.result()
+            except KafkaException as exc:
+                if exc.args[0].code() not in _GONE:
+                    raise
+        return found
+
+
+UNREADABLE = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)
+REMOVED = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+_SEARCH_SECONDS = 15.0
+_HEADERS = methodcaller("headers")
+
+
+def headers_of(records: Sequence[Any]) -> tuple[list[Sequence[tuple[str, bytes]]], dict[int, str]]:
+    """Return the headers of records, and by index the fault of each record with a name that is not UTF-8.
+
+    Each record is asked once: confluent-kafka raises where it cannot decode a name, and a second call would return an
+    incomplete list. `methodcaller` is needed: where the interpreter calls the method itself, it does not check whether
+    an error is set, which then appears at a later record.
+    """
+    headers: list[Sequence[tuple[str, bytes]]] = []
+    faults: dict[int, str] = {}
+    for index, record in enumerate(records):
+        try:
+            headers.append(_HEADERS(record) or ())
+        except (UnicodeDecodeError, SystemError):
+            headers.append(())
+            faults[index] = BAD_HEADER
+    return headers, faults
+
+
+def batch_end(consumer: Any, partition: TopicPartition, begin: int, base: int, log_end: int) -> int:
+    """Return the first offset after the batch at `base`, which librdkafka does not report.
+
+    A broker returns the whole batch for any of its offsets: the end is found by a galloping, then a binary search.
+    After some seconds the search ends with an offset that is known to be in the batch.
+    """
+    deadline = time.monotonic() + _SEARCH_SECONDS
+    inside, beyond = begin, log_end
+    step = 1
+    while beyond - inside > 1 and time.monotonic() < deadline:
+        middle = (inside + beyond) // 2
+        asked = min(inside + step, middle) if step else middle
+        if _is_of(consumer, partition, asked, base):
+            inside, step = asked, 2 * step
+        else:
+            beyond, step = asked, 0
+    return inside + 1
+
+
+def _is_of(consumer: Any, partition: TopicPartition, offset: int, base: int) -> bool:
+    """Whether an offset is in the unreadable batch at `base`; raises BrokerError when no broker answers in time."""
+    asked = KafkaPartition(partition.topic, partition.partition, offset)
+    consumer.assign([asked])
+    deadline, answer = time.monotonic() + _SEARCH_SECONDS, "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        for message in consumer.consume(1, left):
+            error = message.error()
+            if error is None or error.code() == KafkaError._PARTITION_EOF:
+                return False
+            if error.code() in UNREADABLE:
+                return bool(message.offset() == base)
+            answer = error.str()
+            if error.code() in REMOVED and message.offset() != offset:
+                consumer.assign([asked])  # parsing on behind a damaged batch, librdkafka asked for an offset at random
+            elif error.code() in REMOVED:
+                deadline = 0.0
+            else:
+                raise_if_fatal(error)
+    name = f"{partition.topic}[{partition.partition}]@{base}"
+    raise BrokerError(f"cannot read {name}, nor find where it ends: {answer}")
+
+
+_LETTER_MS = 10_000
+_REFUSED = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_RECORD)
+
+
+class ConfluentDeadLetters(DeadLetterWriter):
+    """Writes dead letters with librdkafka's producer."""
+
+    def __init__(self, settings: StreamSettings) -> None:
+        super().__init__()
+        self._topic = settings.dead_letter_topic
+        self._producer = make(
+            Producer,
+            settings,
+            {
+                "acks": "all",
+                "linger.ms": 1,
+                # Small, so that a letter that is too large fails without others that share its batch.
+                "batch.size": 16_384,
+                "message.max.bytes": LARGEST_LETTER,
+                "message.timeout.ms": _LETTER_MS,
+            },
+        )
+
+    def _deliver(self, letters: Sequence[DeadLetter], deadline: float) -> list[DeliveryError | None]:
+        return [
+            None if error is None else DeliveryError(error.str(), error.code() in _REFUSED)
+            for error in self._delivered(letters, deadline)
+        ]
+
+    def _delivered(self, letters: Sequence[DeadLetter], deadline: float) -> list[KafkaError | None]:
+        """Send letters, and return the error of each, or None when the broker has acknowledged it."""
+        errors: list[KafkaError | None] = [KafkaError(KafkaError._TIMED_OUT)] * len(letters)
+
+        def on_delivery(index: int) -> Any:
+            def set_error(error: KafkaError | None, _: Any) -> None:
+                errors[index] = error
+
+            return set_error
+
+        for index, letter in enumerate(letters):
+            try:
+                self._produce(sanitize(letter), on_delivery(index), deadline)
+            except KafkaException as exc:
+                errors[index] = exc.args[0]
+            except BufferError:
+                break
+        if self._producer.flush(max(0.0, deadline - time.monotonic())):
+            # The caller sends unacknowledged letters again; duplicates are allowed, an endless queue is not.
+            self._producer.purge()
+        return errors
+
+    def _produce(self, letter: DeadLetter, on_delivery: Any, deadline: float) -> None:
+        while True:
+            try:
+                self._producer.produce(
+                    self._topic, letter.value, letter.key, headers=letter.headers, on_delivery=on_delivery
+                )
+            except BufferError:
+                if time.monotonic() > deadline:
+                    raise
+                self._producer.poll(0.1)
+            else:
+                return
+
 
 _PATIENCE = timedelta(seconds=8)
 

@@ -37,10 +37,9 @@ from kafka.errors import KafkaConnectionError
 
 import anabranch
 from anabranch import cli
-from anabranch.commands.doctor import checks as all_checks
+from anabranch.commands.doctor import command as all_checks
 from anabranch.commands.doctor import command as examination
-from anabranch.commands.doctor.checks import CHECKS, Check
-from anabranch.commands.doctor.command import examine, exit_code, summary
+from anabranch.commands.doctor.command import CHECKS, Check, examine, exit_code, summary
 from anabranch.config.loader import load_config
 from anabranch.core.object_store.bucket import Bucket
 from anabranch.core.preflight import ok, problem, warning

@@ -27,8 +27,8 @@ from anabranch.ingest.transport.protocol import (
     Release,
     send,
 )
-from anabranch.ingest.worker import lag_reporter, retention_watch
-from anabranch.ingest.worker.retention_watch import RetentionWatch
+from anabranch.ingest.worker import history_feed, lag_reporter
+from anabranch.ingest.worker.history_feed import RetentionWatch
 from tests.ingest.running_worker import RunningWorker
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -220,7 +220,7 @@ def test_retention_is_unknown_where_the_broker_shows_none(monkeypatch, error):
 
     monkeypatch.setattr("anabranch.ingest.kafka.topic_inspector.Inspector", fail)
     stream = StreamSettings.model_validate({"topics": ["events"]})
-    watch = retention_watch.watch_of(FakeClient({P0: FakePartition()}), stream, {P0: 0}, 0)
+    watch = history_feed.watch_of(FakeClient({P0: FakePartition()}), stream, {P0: 0}, 0)
     assert watch._first is None
 
 

@@ -6,7 +6,7 @@ import pytest
 from confluent_kafka import KafkaError
 from kafka import errors
 
-from anabranch.ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
+from anabranch.ingest.kafka.confluent.client import ConfluentDeadLetters
 from anabranch.ingest.kafka.dead_letters import DeadLetter, sanitize, shrink
 from anabranch.ingest.kafka.kafka_python.client import KafkaPythonClient
 from anabranch.ingest.kafka.registry import CLIENTS

@@ -1,6 +1,6 @@
 """Time without a message is counted only while this process waits for one."""
 
-from anabranch.ingest.reader.hang_detector import SILENT_SECONDS, HangDetector, Liveness
+from anabranch.ingest.reader.reader import SILENT_SECONDS, HangDetector, Liveness
 
 AFTER_PING = [Liveness.ALIVE, Liveness.SILENT, Liveness.ALIVE]
 

@@ -28,7 +28,7 @@ from anabranch.ingest.kafka.confluent.client import ConfluentClient
 from anabranch.ingest.kafka.dead_letters import DeadLetter
 from anabranch.ingest.kafka.kafka_python.client import KafkaPythonClient
 from anabranch.ingest.kafka.registry import CLIENTS
-from anabranch.ingest.reader import hang_detector as silence
+from anabranch.ingest.reader import reader as silence
 from anabranch.ingest.reader.ingest_process import PROGRAM
 from anabranch.ingest.reader.reader import BlockReader
 from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings

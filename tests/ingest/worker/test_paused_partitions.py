@@ -188,7 +188,7 @@ def test_skipping_to_the_end_ends_the_pause(registry, pipeline, client):
 def test_a_partition_that_waits_is_not_reported_as_stalled(registry, pipeline, client, monkeypatch):
     registry.faults.away = True
     client.topics[P0].append(message(1, 1.0))
-    monkeypatch.setattr("anabranch.ingest.worker.stalled_partitions.STALLED_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.ingest.worker.lag_reporter.STALLED_SECONDS", 0.0)
     with pipeline(client) as running:
         running.receive_until(lambda each: isinstance(each, LagReport) and "waits" in str(each.problem))
         for _ in range(5):

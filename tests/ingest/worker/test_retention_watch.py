@@ -2,7 +2,7 @@
 
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.transport.protocol import HistoryProgress
-from anabranch.ingest.worker.retention_watch import RetentionWatch
+from anabranch.ingest.worker.history_feed import RetentionWatch
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 NOW = 1_800_000_000.0

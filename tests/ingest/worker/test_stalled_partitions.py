@@ -13,9 +13,8 @@ from anabranch.ingest.kafka.fake import FakeClient, FakePartition
 from anabranch.ingest.settings.stream import StreamSettings
 from anabranch.ingest.transport.protocol import LagReport, receive_in_learner
 from anabranch.ingest.worker import lag_reporter
-from anabranch.ingest.worker.lag_reporter import LagReporter
+from anabranch.ingest.worker.lag_reporter import STALLED_SECONDS, LagReporter, StallDetector
 from anabranch.ingest.worker.partition_table import PartitionTable
-from anabranch.ingest.worker.stalled_partitions import STALLED_SECONDS, StallDetector
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 

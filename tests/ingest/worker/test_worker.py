@@ -37,7 +37,7 @@ from anabranch.ingest.transport.protocol import (
 )
 from anabranch.ingest.transport.shared_ring import SharedRing
 from anabranch.ingest.worker import lag_reporter
-from anabranch.ingest.worker import stalled_partitions as stalls
+from anabranch.ingest.worker import lag_reporter as stalls
 from anabranch.ingest.worker import worker as worker_module
 from anabranch.ingest.worker.block_builder import BlockBuilder
 from anabranch.ingest.worker.worker import IngestWorker, _portions
