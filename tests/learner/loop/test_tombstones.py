@@ -7,12 +7,35 @@ import pytest
 
 from anabranch.ingest.events.block import Outcome, SkipReason
 from anabranch.ingest.events.identity import partition_base, partition_name
+from anabranch.ingest.events.key_forms import PLAIN
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import Position
 from anabranch.learner.loop import tombstones
-from anabranch.learner.loop.tombstones import Tombstones
+from anabranch.learner.loop.tombstones import Tombstones, TombstoneWatch
 from anabranch.learner.stream.batch import Span
 from anabranch.replay.erasure.erased_events import ByKey, ErasedEvents
+
+
+@pytest.mark.parametrize(
+    ("forms", "erased", "beginning"),
+    [
+        ({}, 0, None),
+        ({PLAIN: 9}, 0, None),  # of events that have left the store
+        ({PLAIN: 10}, 0, "none of 10 tombstones has erased an event that is stored: is their key, byte for byte"),
+        ({PLAIN: 10}, 1, None),
+        ({"a JSON object": 1}, 0, "1 of 1 tombstones have a key in another form than the text of [schema.key], and"),
+        ({"a JSON object": 1}, 10, None),  # events have such keys
+        (
+            {PLAIN: 1, "a JSON object": 2, "a binary number": 3},
+            10,
+            "5 of 6 tombstones have a key in another form than the text of [schema.key], and erase nothing: a JSON ",
+        ),
+    ],
+)
+def test_the_forms_are_named_where_nothing_says_that_events_have_them(forms, erased, beginning):
+    warning = TombstoneWatch(lambda: forms, lambda: erased).warning
+    assert (warning is None) if beginning is None else str(warning).startswith(beginning)
+
 
 PARTITIONS = [TopicPartition("events", index) for index in range(3)]
 BASES = np.array([partition_base(name) for name in PARTITIONS], np.uint64)
