@@ -17,9 +17,8 @@ from anabranch.core.errors import SettingsError
 from anabranch.ingest.errors import BrokerError
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.client import Messages
-from anabranch.ingest.kafka.confluent.client import ConfluentClient
+from anabranch.ingest.kafka.confluent.client import ConfluentClient, TopicMetadata
 from anabranch.ingest.kafka.confluent.connection import brief, make
-from anabranch.ingest.kafka.confluent.metadata import TopicMetadata
 from anabranch.ingest.kafka.dead_letters import LARGEST_LETTER
 from anabranch.ingest.settings.stream import StreamSettings
 
