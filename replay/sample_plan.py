@@ -282,11 +282,11 @@ class SamplePlanner:
 
         Returns:
             The events, those of one step after those of another. None without all plans; of several steps also where
-            one of them has fewer events, or where rows are so long that they would have left the processor's cache when
-            the later steps read them: then each has to be sampled by itself.
+            one of them has fewer events, or where rows on the host are so long that they would have left the
+            processor's cache when the later steps read them: then each has to be sampled by itself.
         """
         self.drop_before(step)
-        if len(counts) > 1 and self._layout.row_bytes >= LONG:
+        if len(counts) > 1 and self._layout.row_bytes >= LONG and not self._tiers.gathers_ahead:
             return None
         plans = [*islice(self.plans, len(counts))]
         if [plan.step for plan in plans] != [*range(step, step + len(counts))]:
@@ -298,8 +298,8 @@ class SamplePlanner:
             sample = sample.copy()
         for _ in plans:
             self.plans.popleft()
-        if self.plans and self._tiers.gathers_ahead:
-            self.plans[0].rows.prefetch()
+        if len(plans) == 1 and self.plans and self._tiers.gathers_ahead:
+            self.plans[0].rows.prefetch()  # a round gathers all its rows at once
         return sample
 
     def fetch(self, plan: SamplePlan, n: int | None = None) -> Sample:

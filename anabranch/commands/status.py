@@ -186,7 +186,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     rates, history = report.rates, report.backfill
     if history is not None:
         table.add_row("history", _history(history))
-    table.add_row("steps", f"{report.steps:,} ({_rate(rates, 'steps')})")
+    without = f"; {report.without_graphs}" if report.without_graphs else ""
+    table.add_row("steps", f"{report.steps:,} ({_rate(rates, 'steps')}){without}")
     replayed = f"{_rate(rates, 'rows_replay')} replayed, ratio {report.replay_ratio:.3g}"
     table.add_row("events", f"{_rate(rates, 'rows_new')} new, {replayed}")
     if report.error:

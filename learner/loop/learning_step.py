@@ -10,7 +10,7 @@ import math
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TypeVar
@@ -27,14 +27,14 @@ from anabranch.learner.device.out_of_memory import MemoryRetry
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.stream_monitor import Scored, StreamMonitor
 from anabranch.learner.loop.loop_state import StepState
-from anabranch.learner.loop.replay_feed import NOTHING, Replay, ReplayFeed
+from anabranch.learner.loop.replay_feed import NOTHING, Replay, ReplayFeed, RoundSample
 from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import Raised, RaisingEventsError
 from anabranch.learner.model.features.learned import features_of
 from anabranch.learner.model.features.numbers import FAR, MOST, LearnedNumber, OutlierBounds, empty_bounds
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.batch import Batch, without_raised
-from anabranch.learner.train.step_result import StepResult
+from anabranch.learner.train.step_result import RoundEvents, StepResult
 from anabranch.learner.train.trainer import Trainer
 
 _T = TypeVar("_T")
@@ -326,9 +326,10 @@ class LearningStep:
             self.memory(partial(self._replay.add, self._state.steps, batch, NOTHING, None, names), undone=False)
             return ()
         first, everything, steps = self._state.steps, batch.new, batch.steps()
-        begin, since, copies = self._clock(), time.perf_counter(), self._copies(batch, steps)
-        taken = []
-        for each in steps:
+        begin, since, (new, old) = self._clock(), time.perf_counter(), self._inputs(batch, steps)
+        taken = self._take_at_once(steps, new, old, names)
+        copies = itertools.repeat(None) if new is None else iter(new.split([*map(len, steps)]))
+        for each in steps[len(taken) :]:
             taken.append(self._take_step(each, next(copies), names))
             if self.measures_each:
                 self._measure(each, taken[-1:])
@@ -349,25 +350,54 @@ class LearningStep:
             self.memory(partial(self._replay.add, number, step.batch, step.replay, step.result, names), undone=False)
         return taken
 
-    def _copies(self, batch: Batch, steps: Sequence[Batch]) -> Iterator[Examples | None]:
-        """Sample for all steps of a round at once, and return the new events of each on the device, copied at once.
+    def _inputs(self, batch: Batch, steps: Sequence[Batch]) -> tuple[Examples | None, RoundSample | None]:
+        """Copy the new events of all steps of a round to the device at once, and sample for all.
 
-        None where the step copies its own: where it is alone, and where the device has no memory for all.
+        None where each step has to do so: where it is alone, and where the device has no memory for all.
         """
         if len(steps) > 1:
-            sizes = [*map(len, steps)]
             try:
-                self._replay.sample_round(self._state.steps, sizes)
-                return iter(self.copied(batch.new).split(sizes))
+                old = self._replay.sample_round(self._state.steps, [*map(len, steps)])
+                return self.copied(batch.new), old
             except RuntimeError as exc:
                 if not out_of_memory(exc):
                     raise
-        return itertools.repeat(None)
+        return None, None
+
+    def _take_at_once(
+        self, steps: Sequence[Batch], new: Examples | None, old: RoundSample | None, names: Sequence[TopicPartition]
+    ) -> list[Taken]:
+        """Take the steps of a round with one wait for the device; return none where they are to be taken one by one."""
+        if new is None or old is None or self.measures_each:
+            return []
+        begin, state = time.perf_counter(), self._state
+        self._set_lr_factor()
+        sizes = [(len(each), *samples) for each, samples in zip(steps, old.sizes, strict=True)]
+        take = partial(self._trainer.steps, RoundEvents(new, old.examples, sizes))
+        if (results := self.memory(take, repeatable=False)) is None:
+            return []
+        seconds = (time.perf_counter() - begin) / len(steps)
+        return [
+            self._taken(each, self._replay.sample(state.steps, len(each)), result, seconds, names)
+            for each, result in zip(steps, results, strict=True)
+        ]
 
     def _take_step(self, batch: Batch, copy: Examples | None, names: Sequence[TopicPartition]) -> Taken:
-        begin, state = time.perf_counter(), self._state
-        replay = self.memory(partial(self._replay.sample, state.steps, len(batch)))
+        begin = time.perf_counter()
+        replay = self.memory(partial(self._replay.sample, self._state.steps, len(batch)))
         replay, result = self._train(batch, replay, copy)
+        return self._taken(batch, replay, result, time.perf_counter() - begin, names)
+
+    def _taken(
+        self,
+        batch: Batch,
+        replay: Replay,
+        result: StepResult | None,
+        seconds: float,
+        names: Sequence[TopicPartition],
+    ) -> Taken:
+        """Count a step that was taken; those of a round in their order."""
+        state = self._state
         state.steps += 1
         if result is None:
             self._raised.steps_in_a_row += 1
@@ -377,7 +407,7 @@ class LearningStep:
             self.non_finite.in_a_row = self._raised.steps_in_a_row = 0
             state.rows_new += result.rows
             state.rows_replay += result.replayed
-        return Taken(batch, replay, result, time.perf_counter() - begin)
+        return Taken(batch, replay, result, seconds)
 
     def respond(self) -> None:
         """Respond to a drift."""
@@ -396,9 +426,7 @@ class LearningStep:
             The remaining old events, and the result; None if the model raised on all new events, which leave the batch.
         """
         trainer = self._trainer
-        if (factor := self._monitor.adjustments.lr_factor) != self._lr_factor:
-            trainer.update.schedule.scale = factor
-            self._lr_factor = factor
+        self._set_lr_factor()
         suspects: tuple[Replay, str] | None = None
         while batch.new:
             try:
@@ -418,6 +446,11 @@ class LearningStep:
             else:
                 replay = self.raising_events.remove(batch, replay, error)
         return replay, None
+
+    def _set_lr_factor(self) -> None:
+        if (factor := self._monitor.adjustments.lr_factor) != self._lr_factor:
+            self._trainer.update.schedule.scale = factor
+            self._lr_factor = factor
 
     def _count(self, taken: Sequence[Taken]) -> None:
         """Count the steps of a round."""

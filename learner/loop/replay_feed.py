@@ -71,6 +71,19 @@ class Replay:
         return self.sampled if self.sampled is None or self.rows is None else self.sampled.part(self.rows)
 
 
+@dataclass(frozen=True)
+class RoundSample:
+    """The old events of the steps of a round.
+
+    Attributes:
+        examples: of all steps; None: there are none.
+        sizes: of each step, how many events each of its samples has.
+    """
+
+    examples: Examples | None
+    sizes: Sequence[Sequence[int]]
+
+
 NOTHING = Replay()
 """No old events."""
 
@@ -93,13 +106,17 @@ class ReplayFeed:
         """Hashes of holdout events on which the model raised, with the error: the loop removes both."""
         return deque()
 
-    def sample_round(self, step: int, new: Sequence[int]) -> None:
+    def sample_round(self, step: int, new: Sequence[int]) -> RoundSample | None:
         """Sample for all steps of a round at once, where that is possible: `sample` then has them.
 
         Args:
             step: the first step.
             new: new events of each step.
+
+        Returns:
+            The old events of all steps; None where each step has to sample its own.
         """
+        return RoundSample(None, [()] * len(new))
 
     def sample(self, step: int, new: int) -> Replay:
         """Return the old events to replay with `new` new ones."""
@@ -265,10 +282,10 @@ class StoreFeed(ReplayFeed):
         return self._probe.raised
 
     @override
-    def sample_round(self, step: int, new: Sequence[int]) -> None:
+    def sample_round(self, step: int, new: Sequence[int]) -> RoundSample | None:
         self._of_round.clear()
         if self._monitor.measures:
-            return
+            return None
         debt, debts, samples = self._debt, list[float](), list[tuple[int, ...]]()
         for count in new:
             debt += count * self._monitor.adjustments.replay_ratio
@@ -276,7 +293,7 @@ class StoreFeed(ReplayFeed):
             debts.append(debt := debt % 1.0)
         begin, counts = time.perf_counter(), [*map(sum, samples)]
         if not all(counts) or (events := self._store.sample(step, *counts)) is None:
-            return
+            return None
         found = events.sizes
         self._timer.observe((time.perf_counter() - begin) / len(new))
         rows = [slice(end - n, end) for end, n in zip(accumulate(found), found, strict=True)]
@@ -284,13 +301,15 @@ class StoreFeed(ReplayFeed):
         # Of a step whose events are too few for its samples no part is trained on.
         sizes = [size for own_sizes, n in zip(sizes_by_step, found, strict=True) for size in own_sizes or [n]]
         try:
-            parts = iter(all_examples_of(events).split(sizes))
+            joined = all_examples_of(events)
+            parts = iter(joined.split(sizes))
         except RuntimeError:  # of a device without memory: each step then copies its own events
             self._sampled = {number: events.part(each) for number, each in enumerate(rows, step)}
             raise
         for number, (own_sizes, own, debt) in enumerate(zip(sizes_by_step, rows, debts, strict=True), step):
             examples = [*islice(parts, max(1, len(own_sizes)))][: len(own_sizes)]
             self._of_round[number] = Replay(examples, events, rows=own), debt
+        return RoundSample(joined, sizes_by_step) if all(sizes_by_step) else None
 
     @override
     def sample(self, step: int, new: int) -> Replay:

@@ -224,6 +224,7 @@ class Reporter:
             replay_ratio=parts.replay.ratio,
             micro_batch_size=parts.trainer.runner.micro_batch_size,
             exchanged_bytes=parts.trainer.runner.sent_bytes,
+            without_graphs=parts.trainer.runner.without_graphs,
             rates=rates,
             full_rates=self._full_rates,
             checkpoint_seconds=checkpoint_seconds / checkpoints if checkpoints else None,

@@ -76,11 +76,12 @@ def _strategies(fact: str) -> Selected:
     return Selected("learner.strategy", _Names(lambda name: getattr(STRATEGY.kind_of(name, KINDS), fact)), 'take "er"')
 
 
+GRAPHS = Selected("learner.graphs", (True,), 'write "auto" or false')
 _ANY, _ON, _MANY, _SET, _NONE = Except(), Except(False, []), Except(1), Except("none"), 'write "none"'
-COMPILE, GRAPHS, RECOMPUTE, DETERMINISTIC, STANDBY, TAKE_BACK = (
+COMPILE, RECOMPUTE, DETERMINISTIC, STANDBY, TAKE_BACK = (
     Selected(key, _ON, "set it to false")
     for key in (
-        *(f"learner.{name}" for name in ("compile", "graphs", "activation_checkpointing", "deterministic", "standby")),
+        *(f"learner.{name}" for name in ("compile", "activation_checkpointing", "deterministic", "standby")),
         "stream.labels.take_back",
     )
 )
@@ -196,6 +197,7 @@ RULES = (
         GRAPHS, NEEDS_WHOLE, "this strategy decides in Python what a step computes, and a CUDA graph repeats one step"
     ),
     *_no(GRAPHS, REPLICAS, "replicas exchange gradients within the pass, which is not recorded as a CUDA graph"),
+    *_no(GRAPHS, FP16, "the host decides whether to repeat a step with a smaller loss scale", 'write "bf16" or "fp32"'),
     *_no(SMS, GRAPHS, "a CUDA graph is recorded for the whole device"),
     *_no(SMS, MPS, "a percentage under MPS overrides how many multiprocessors a green context has", "take one out"),
     # Strategies whose model grows, or that take no gradient.
@@ -323,6 +325,15 @@ def conflicts(chosen: Point) -> Iterator[tuple[str, str]]:
         if value in choice.values and also in other.values:
             clash = f"{choice.key} = {_toml(value)} does not go with {other.key} = {_toml(also)}"
             yield choice.key, f"{clash}: {rule.why}; {choice.way_out}"
+
+
+def obstacle(chosen: Point, key: str) -> str | None:
+    """Return with which other value a key does not go if it is true, and why; None: it goes with all."""
+    for rule in RULES:
+        for own, other in ((rule.choice, rule.other), (rule.other, rule.choice)):
+            if own.key == key and True in own.values and chosen.get(other.key) in other.values:
+                return f"{other.key} = {_toml(chosen.get(other.key))}: {rule.why}"
+    return None
 
 
 def stage_conflicts(model: ModelSettings, learner: LearnerSettings) -> Iterator[tuple[str, str]]:

@@ -162,9 +162,9 @@ class LearnerSettings(Section):
     compile: bool | Literal["auto"] = False
     """Whether to compile the model with torch; where that fails, it runs uncompiled, with a warning. `auto`, without
     replicas on a CPU: trials at start, of a second, choose threads and channels last instead."""
-    graphs: bool = False
-    """On a CUDA device: whether to launch the passes of a step as one CUDA graph, where its size has come before; a
-    pass that cannot be recorded runs as it is, with a warning."""
+    graphs: bool | Literal["auto"] = "auto"
+    """On a CUDA device: whether a step is one launch, a CUDA graph. `auto`: where a trial at start finds that it learns
+    the same; `true`: the learner ends where it does not."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
     """Processes on this host that train the model together, each on its own CUDA device, or all on the CPU. Under
     `torchrun` its `--nproc-per-node` counts instead."""

@@ -496,6 +496,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     """None: they are not counted."""
+    without_graphs: str = ""
+    """Why steps do not run as CUDA graphs, where a CUDA device could; one sentence, or empty."""
     rates: dict[str, float] = {}
     """Per second over the last five seconds: steps, rows_new, rows_replay; the time of steps (step_seconds), and of
     waiting for replay and for checkpoints (replay_stall_seconds, checkpoint_stall_seconds); joules where devices are

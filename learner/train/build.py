@@ -29,6 +29,7 @@ from anabranch.learner.strategies.base import LossWrapper
 from anabranch.learner.strategies.early_negatives import ImportanceWeights, check_early
 from anabranch.learner.strategies.registry import build_strategy
 from anabranch.learner.strategies.teacher_loss import TeacherLoss, kept_outputs
+from anabranch.learner.train.graph_trial import choose_graphs
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trial import try_steps
 
@@ -129,4 +130,5 @@ def complete_setup(
     if deployment.learner.mesh is None and deployment.learner.sharding != "fsdp":  # the whole model may not fit twice
         make_strategy = functools.partial(build_strategy, deployment.learner.strategy, deployment.model, task)
         try_steps(setup, make_strategy, embedding_of)
+        setup = choose_graphs(deployment, setup, make_strategy, embedding_of)
     return setup

@@ -5,14 +5,10 @@ Legend: B new events, R of a sample.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from anabranch.learner.model.cuda_graph import GraphedPass
 from anabranch.learner.model.examples import Examples, pad_single
-from anabranch.learner.strategies.base import MicroBatchLoss, StepWeights
 
 LaunchContext = Callable[[], contextlib.AbstractContextManager[object]]
 """Returns the context manager under which device work is launched."""
@@ -72,50 +68,3 @@ def idle(new: Examples, old: Sequence[Examples]) -> Part:
 def _part(examples: Examples, index: int, parts: int) -> Examples:
     n = len(examples)
     return examples[index * n // parts : (index + 1) * n // parts]
-
-
-def run_graphed(
-    graphs: GraphedPass,
-    run_pass: Callable[[Examples, list[Examples], StepWeights], MicroBatchLoss],
-    given: tuple[Examples, Sequence[Examples], StepWeights],
-    undo: Callable[[], object],
-) -> MicroBatchLoss | None:
-    """Run a pass over given new events, old ones and weights by a CUDA graph; None: it has to run as it is.
-
-    `undo` is called where the pass cannot be recorded, and undoes it.
-    """
-    new, old, weights = given
-    events = [new, *old]
-
-    def run(tensors: list[Tensor]) -> list[Tensor | None]:
-        (new_, *old_), weights_ = _with_tensors(events, weights, tensors)
-        loss = run_pass(new_, old_, weights_)
-        return [loss.total.detach(), loss.output_B, loss.new_B, *loss.old]
-
-    results = graphs(run, _tensors_of(events, weights), undo)
-    if results is None:
-        return None
-    total, output_B, new_B, *losses = results
-    assert total is not None
-    assert output_B is not None
-    return MicroBatchLoss(total, output_B, [each for each in losses if each is not None], new_B)
-
-
-def _tensors_of(events: Sequence[Examples], weights: StepWeights) -> list[Tensor]:
-    """Return all tensors of a pass, in a fixed order."""
-    tensors = [weights.new, *weights.old, *([] if weights.present_C is None else [weights.present_C])]
-    for each in events:
-        tensors += [*each.features.values(), each.label_B, each.weight_B]
-        tensors += each.optional.values()
-    return tensors
-
-
-def _with_tensors(
-    events: Sequence[Examples], weights: StepWeights, tensors: Sequence[Tensor]
-) -> tuple[list[Examples], StepWeights]:
-    """Return the events and weights with other tensors, which are in the order of `_tensors_of`."""
-    rest: Iterator[Tensor] = iter(tensors)
-    new, old = next(rest), [next(rest) for _ in weights.old]
-    given = StepWeights(new, old, None if weights.present_C is None else next(rest))
-    replaced = [each.map(lambda _: next(rest)) for each in events]
-    return replaced, given

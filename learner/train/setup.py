@@ -32,6 +32,8 @@ class TrainingSetup:
         kept_outputs: the shapes of the outputs that a store keeps with each event, by column; None: it is not kept.
         stages: `model.stages`.
         parallel: `model.parallel`.
+        graphs: whether steps run as CUDA graphs, where they can be recorded.
+        no_graphs: one sentence where they do not, although a CUDA device could.
     """
 
     model: nn.Module
@@ -47,3 +49,5 @@ class TrainingSetup:
     kept_outputs: Mapping[str, list[int] | None] = field(default_factory=dict)
     stages: Sequence[str] = ()
     parallel: Mapping[str, str] = field(default_factory=dict)
+    graphs: bool = False
+    no_graphs: str = ""

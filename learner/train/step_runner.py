@@ -8,9 +8,9 @@ import logging
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import NoReturn, TypeVar
 
 import torch
@@ -20,7 +20,6 @@ from anabranch.core.failures import out_of_memory
 from anabranch.core.users_code import in_one_line
 from anabranch.learner.device.out_of_memory import free_cached_memory, halve_micro_batch, oom_warning
 from anabranch.learner.errors import MemoryShortageError, RankTooLargeError
-from anabranch.learner.model.cuda_graph import graphed_pass
 from anabranch.learner.model.embedding import TaskEmbedding
 from anabranch.learner.model.examples import Examples, Tensors, concat, pad_single
 from anabranch.learner.model.factory import forward
@@ -32,12 +31,13 @@ from anabranch.learner.model.faulty_events import (
     works_on_zeros,
 )
 from anabranch.learner.strategies.base import ComputeLoss, Forward, MicroBatchLoss, StepWeights, overrides
-from anabranch.learner.train.micro_batches import StepHooks, idle, micro_batches, num_parts, run_graphed
+from anabranch.learner.train.micro_batches import StepHooks, idle, micro_batches, num_parts
 from anabranch.learner.train.optimizer_step import OptimizerStep
 from anabranch.learner.train.parallelism import Ranks
 from anabranch.learner.train.raising import RankFallback, RankRaisedError
 from anabranch.learner.train.setup import TrainingSetup
-from anabranch.learner.train.step_result import StepResult
+from anabranch.learner.train.step_graphs import CudaGraphs, DeviceStep, StepGraphs
+from anabranch.learner.train.step_result import RoundEvents, StepResult
 from anabranch.learner.train.step_snapshot import Snapshots, StepSnapshot
 
 _SCALE_RETRIES = 16
@@ -92,14 +92,15 @@ class Attempt:
             loss=self.loss,
             score=self.score,
             loss_new=self.loss_new,
-            old_R=self._old_losses(sampled),
+            old_R=self.old_losses(sampled),
             embedding_N=self._embeddings(sampled),
             output_B=_first(self.output_B, self.rows),
             replayed=sum(sampled) if self.picked is None else sum(map(len, self.picked)),
             rows=self.rows,
         )
 
-    def _old_losses(self, sampled: Sequence[int]) -> Tensor | None:
+    def old_losses(self, sampled: Sequence[int]) -> Tensor | None:
+        """Return the losses of old events, of samples of these sizes, NaN where they were not trained on."""
         samples = [_cat(parts) for parts in zip(*filter(None, self.old), strict=False)]
         if not samples:
             return None
@@ -176,7 +177,6 @@ class StepRunner:
         self.fallback = RankFallback(ranks)
         self.snapshots = Snapshots(setup.model, device)
         """From which passes can be undone or retried."""
-        self._graphs = graphed_pass(setup.model, device) if setup.settings.graphs else None
         self._before_micro_batch = hooks.before_micro_batch
         self.launch_context = hooks.launch_context
         """Returns the context manager under which device work is launched."""
@@ -187,6 +187,12 @@ class StepRunner:
         self._resets = overrides(strategy, "reset")
         self._after_step = overrides(strategy, "after_step")
         self._picks = overrides(strategy, "select")
+        self._no_graphs = setup.no_graphs
+        self.graphs: StepGraphs | None = None
+        """Takes steps as CUDA graphs, where it has recorded them."""
+        if setup.graphs and self.runs_on_device:
+            record = CudaGraphs(device)
+            self.graphs = StepGraphs(self.step_on_device, setup.model, self._numbers, record, self._keep)
 
     def step(self, new: Examples, old: Sequence[Examples], rows: int | None, number: int) -> StepResult:
         """Take step `number`: score the new events, then train on new and old ones.
@@ -201,6 +207,8 @@ class StepRunner:
                 step again without them. Any other error has another cause. With several ranks each rank raises this,
                 and names its own events, of which there may be none; ranks that split the model name all new events.
         """
+        if self._has_graphs and (results := self.steps(RoundEvents.of_step(new, old), number)) is not None:
+            return results[0]
         with self.launch_context():
             events = (new, *old)
             count, *sampled = map(len, events)
@@ -231,7 +239,98 @@ class StepRunner:
                     raise
             if taken.finite and self._after_step:
                 self.strategy.after_step(new, taken.output_B)
+            if taken.finite:
+                self._record_later(events[0], old, number, taken)
             return taken.result(sampled)
+
+    @property
+    def runs_on_device(self) -> bool:
+        """Whether steps of one pass need the host for no decision, once the optimizer has its state."""
+        reads = self._transforms or self._resets or self._after_step or self._picks or self.embedding is not None
+        return self._learns and self.update.decides_on_device and not (self._scaled or reads or self._ranks.size > 1)
+
+    @property
+    def without_graphs(self) -> str:
+        """One sentence on why steps do not run as CUDA graphs, where a CUDA device could; else empty."""
+        refused = None if self.graphs is None else self.graphs.refused
+        return self._no_graphs if refused is None else f"steps run without CUDA graphs: {refused}"
+
+    def steps(self, events: RoundEvents, number: int) -> Sequence[StepResult] | None:
+        """Take consecutive steps, `number` the first, each by one launch.
+
+        None, and nothing was done, where they have to be taken one by one.
+        """
+        if self.graphs is None or not all(self._is_one_pass(sizes) for sizes in events.sizes):
+            return None
+        with self.launch_context():
+            return self.graphs.take(events, number, self._before_launch, lambda: self.before_wait())
+
+    def discard_graphs(self) -> None:
+        """Record steps again: tensors that a step changes were replaced."""
+        if self.graphs is not None:
+            self.graphs.discard()
+
+    def step_on_device(self, new: Examples, old: Sequence[Examples]) -> DeviceStep:
+        """Take a step of one pass, of which the host neither reads nor decides anything: the update is skipped on the
+        device where not all is finite. Only where `runs_on_device`, and once the optimizer has its state."""
+        before = self._kept
+        before.copy_buffers()
+        self.update.gradients.clear()
+        for wrapper in self._loss_wrappers:
+            new, *old = map(wrapper.weigh, (new, *old))
+        attempt = Attempt(len(new), self._step_weights(new, old), before)
+        self._measure(attempt, self._forward_backward(new, old, attempt), new)
+        numbers = torch.stack([number.float() for number in attempt.numbers])
+        skipped = (torch.linalg.vector_norm(numbers[2:], math.inf) < math.inf).logical_not()
+        self.update.apply(skip=skipped.float())
+        before.restore_buffers_where(skipped)
+        self.update.gradients.clear()
+        old_R = attempt.old_losses([*map(len, old)])
+        return DeviceStep(numbers, attempt.output_B, None if old_R is None else old_R.float())
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self.graphs is not None and self.graphs.refused is None
+
+    def _is_one_pass(self, sizes: Sequence[int]) -> bool:
+        """Return whether the events of a step are one micro-batch, for which batch norm has statistics."""
+        return sum(sizes) > 1 and num_parts(sizes, self.micro_batch_size) == 1
+
+    def _before_launch(self) -> None:
+        self._passes = 0
+        self.before_pass()
+
+    def _numbers(self, number: int) -> Hashable:
+        """Set the learning rate of a step, and return all numbers of its update that are not in tensors."""
+        groups = self.update.optimizer.param_groups
+        self.update.schedule.apply(number, groups)
+        given = [(name, value) for group in groups for name, value in group.items() if name != "params"]
+        return self.update.gradients.max_norm, *given
+
+    @cached_property
+    def _kept(self) -> StepSnapshot:
+        """The snapshot whose memory is that of graphs."""
+        return self.snapshots.kept()
+
+    def _keep(self) -> Callable[[], object]:
+        """Keep what recording a step changes; return what restores it."""
+        self._kept.update()
+
+        def restore() -> None:
+            self.update.gradients.clear()
+            self._kept.restore()
+
+        return restore
+
+    def _record_later(self, new: Examples, old: Sequence[Examples], number: int, taken: Attempt) -> None:
+        """Let a step that ran as it is, and was finite, be recorded once its shape has come some times."""
+        if not self._has_graphs or not self.update.has_state or not self._is_one_pass([len(new), *map(len, old)]):
+            return
+        assert self.graphs is not None
+        old_R = taken.old_losses([*map(len, old)])
+        numbers = torch.empty(len(taken.numbers), device=self.device)
+        result = DeviceStep(numbers, taken.output_B, None if old_R is None else old_R.float())
+        self.graphs.ran(RoundEvents.of_step(new, old), number, result)
 
     @property
     def sent_bytes(self) -> int | None:
@@ -419,11 +518,7 @@ class StepRunner:
         for index, (some_new, some_old) in enumerate(parts):
             self.before_pass()
             with self._ranks.no_sync() if index < last else contextlib.nullcontext():
-                loss = None
-                if self._graphs is not None and len(parts) == 1:
-                    given = some_new, some_old, attempt.weights
-                    loss = run_graphed(self._graphs, self._pass, given, partial(self._undo, attempt.before))
-                totals.append(self._forward_backward(some_new, some_old, attempt, loss))
+                totals.append(self._forward_backward(some_new, some_old, attempt))
         for index in range(len(parts), last + 1):
             with self._ranks.no_sync() if index < last else contextlib.nullcontext():
                 self._run_idle(new, old, attempt.weights)
@@ -436,15 +531,9 @@ class StepRunner:
             self._forward_backward(*idle(new, old), Attempt(0, weights, before))
             before.restore_buffers()
 
-    def _forward_backward(
-        self, new: Examples, old: Sequence[Examples], attempt: Attempt, loss: MicroBatchLoss | None = None
-    ) -> Tensor:
-        """Add the gradient of a micro-batch to that of the step, and its outputs to `attempt`; return its loss.
-
-        `loss`: that of a pass which has run; None: this runs it.
-        """
-        if loss is None:
-            loss = self._run(lambda new, old: self._pass(new, old, attempt.weights), new, old)
+    def _forward_backward(self, new: Examples, old: Sequence[Examples], attempt: Attempt) -> Tensor:
+        """Add the gradient of a micro-batch to that of the step, and its outputs to `attempt`; return its loss."""
+        loss = self._run(lambda new, old: self._pass(new, old, attempt.weights), new, old)
         attempt.output.append(loss.output_B)
         if loss.new_B is not None:
             attempt.new.append(loss.new_B)
@@ -457,10 +546,6 @@ class StepRunner:
                 if not self.fallback.recorded(exc, len(new) + sum(map(len, old))):
                     raise
         return loss.total.detach()
-
-    def _undo(self, before: StepSnapshot) -> None:
-        self.update.gradients.clear()
-        before.restore()
 
     def _pass(self, new: Examples, old: Sequence[Examples], weights: StepWeights) -> MicroBatchLoss:
         if self.embedding is not None:

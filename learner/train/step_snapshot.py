@@ -38,9 +38,14 @@ class StepSnapshot:
 
     def update(self) -> Self:
         """Copy the buffers and the RNG state as they are now."""
+        self._copy_rng()
+        self.copy_buffers()
+        return self
+
+    def copy_buffers(self) -> None:
+        """Copy the buffers as they are now. Where the model has the same ones as before, nothing is allocated."""
         if not self._named and not any(self._owners):
-            self._copy_rng()  # the usual model without buffers
-            return self
+            return  # the usual model without buffers
         before = [buffer for _, _, buffer in self._named]
         self._named = [
             (owner, name, buffer) for owner in self._owners for name, buffer in owner.items() if buffer is not None
@@ -54,8 +59,6 @@ class StepSnapshot:
             self._shapes = shapes
         with torch.no_grad():
             _copy(self._values, buffers)
-        self._copy_rng()
-        return self
 
     def with_current_rng(self) -> Self:
         """Return a snapshot of the same buffers, and of the RNG state as it is now."""
@@ -86,6 +89,19 @@ class StepSnapshot:
                 same_shape.append(index)
         with torch.no_grad():
             _copy([self._named[index][2] for index in same_shape], [self._values[index] for index in same_shape])
+
+    def restore_buffers_where(self, skipped: Tensor) -> None:
+        """Restore the values of the buffers if `skipped`, a bool scalar on their device, is true; the host does not
+        wait for it. The model must have bound no other buffers."""
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for (_, _, buffer), value in zip(self._named, self._values, strict=True):
+            by_dtype.setdefault(buffer.dtype, []).append((buffer, value))
+        with torch.no_grad():
+            for pairs in by_dtype.values():  # three calls for all buffers of a dtype
+                now, before = (torch.cat([each.reshape(-1) for each in column]) for column in zip(*pairs, strict=True))
+                kept = torch.split_with_sizes(torch.where(skipped, before, now), [each.numel() for each, _ in pairs])
+                values = [value.view(buffer.shape) for value, (buffer, _) in zip(kept, pairs, strict=True)]
+                torch._foreach_copy_([buffer for buffer, _ in pairs], values)
 
     def _current(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the judged buffers that the model has now, unless their shape or dtype is another one."""
@@ -143,6 +159,12 @@ class Snapshots:
     def of_step(self) -> StepSnapshot:
         """Return a snapshot of the current state, which is valid until the next call: that uses its memory again."""
         return self._of_step.update()
+
+    def kept(self) -> StepSnapshot:
+        """Return a snapshot of the current state, whose memory no other one uses."""
+        snapshot = StepSnapshot(self._owners, self._device)
+        snapshot._partly_finite = self._of_step._partly_finite
+        return snapshot.update()
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[StepSnapshot]:

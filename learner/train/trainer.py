@@ -27,7 +27,7 @@ from anabranch.learner.train.optimizer_step import OptimizerStep
 from anabranch.learner.train.parallelism import Ranks
 from anabranch.learner.train.pipelined_runner import PipelinedRunner
 from anabranch.learner.train.setup import TrainingSetup
-from anabranch.learner.train.step_result import StepResult
+from anabranch.learner.train.step_result import RoundEvents, StepResult
 from anabranch.learner.train.step_runner import StepRunner
 from anabranch.learner.train.step_wrapper import FeatureTraining, StepWrapper, TakeStep
 
@@ -101,6 +101,7 @@ class Trainer:
 
     def _reset_optimizer(self) -> Callable[[], None]:
         self._ranks.exchange.reset()
+        self.runner.discard_graphs()
         return self.update.reset()
 
     @property
@@ -135,6 +136,18 @@ class Trainer:
         For `rows` and errors see `StepRunner.step`.
         """
         return self._run_step(new, old, rows)
+
+    def steps(self, events: RoundEvents) -> Sequence[StepResult] | None:
+        """Take the steps of a round, each by one launch, with one wait for all: see `StepRunner.steps`.
+
+        None, and nothing was done, where `step` has to take each: also where something follows each on the host.
+        """
+        if self.wrappers or self.features.learned is not None:
+            return None
+        results = self.runner.steps(events, self._steps)
+        if results is not None:
+            self._steps += len(results)
+        return results
 
     def _take_step(self, new: Examples, old: Sequence[Examples], rows: int | None) -> StepResult:
         result = self.runner.step(new, old, rows, self._steps)
@@ -213,6 +226,7 @@ class Trainer:
                 f"the newest checkpoint was made with {name} = {before.get(name, 'none')}, and that is "
                 f"{now.get(name, 'none')} now; put it back, or begin again by moving the checkpoints away"
             )
+        self.runner.discard_graphs()
         try:
             grow(self.model, tensors["model"])
             load_trained(self.model, self._ranks.weights.shard_like(tensors["model"], trained_state(self.model)))

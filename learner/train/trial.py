@@ -4,7 +4,8 @@ What cannot be used is found here, in one sentence, and not in the first step, w
 """
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,16 +51,18 @@ def try_steps(
     """
     device, schema, settings = setup.device, setup.schema, setup.settings
     generators = GeneratorStates(device)
-    plain = settings.model_copy(update={"compile": False, "graphs": False})
+    plain = settings.model_copy(update={"compile": False})
     try:
         copied = copy_sharing_base(setup.model)
         own = replace(setup, model=copied, settings=plain, embedding=make_embedding(copied), loss_wrappers=())
         trainer = Trainer(replace(own, strategy=make_strategy()))
-        label = _first_that_works(trainer, schema)
-        trainer.step(_examples(trainer, schema, 1, label), (), _columns(schema, 1, label))
+        label = first_label(trainer, schema)
+        columns = _columns(schema, 1, label)
+        trainer.step(trainer.examples(columns), (), columns)
         trainer.on_drift()
         trainer.restore(trainer.tensors(), trainer.state())
-        trainer.step(_examples(trainer, schema, _ROWS, label), (), _columns(schema, _ROWS, label))
+        columns = _columns(schema, _ROWS, label)
+        trainer.step(trainer.examples(columns), (), columns)
         scored = copy_sharing_base(trainer.model).eval().requires_grad_(False)
         load_trained(scored, trainer.snapshot())
         with torch.inference_mode():
@@ -82,7 +85,7 @@ def try_steps(
     free_cached_memory(device)
 
 
-def _first_that_works(trainer: Trainer, schema: Schema) -> int:
+def first_label(trainer: Trainer, schema: Schema) -> int:
     """Take a step with replayed events; return the labels that it takes, 0 and 1 or only 1, as of prices."""
     try:
         _step(trainer, schema, 0)
@@ -95,18 +98,20 @@ def _first_that_works(trainer: Trainer, schema: Schema) -> int:
 
 
 def _step(trainer: Trainer, schema: Schema, label: int) -> None:
-    new = _examples(trainer, schema, _ROWS, label)
-    rows = trainer.strategy.samples(_ROWS)
-    old = [_examples(trainer, schema, each, label, stored=True) for each in rows if each]
-    trainer.step(new, old, _columns(schema, _ROWS, label))
+    columns = _columns(schema, _ROWS, label)
+    trainer.step(*made_up_step(trainer, columns, trainer.strategy.samples(_ROWS)), columns)
 
 
-def _examples(trainer: Trainer, schema: Schema, rows: int, label: int, *, stored: bool = False) -> Examples:
-    new = trainer.examples(_columns(schema, rows, label))
-    if not (stored and trainer.strategy.kind.keeps_output):
-        return new
+def made_up_step(
+    trainer: Trainer, columns: Mapping[str, Array], samples: Sequence[int]
+) -> tuple[Examples, list[Examples]]:
+    """Return the examples of a step: the events of `columns`, as new ones, and of each sample the first of them."""
+    new = trainer.examples(columns)
+    old = [new[:rows] for rows in samples if rows]
+    if not trainer.strategy.kind.keeps_output:
+        return new, old
     with torch.no_grad():
-        return Examples(new.features, new.label_B, new.weight_B, forward(trainer.model, new.features).float())
+        return new, [replace(each, output_B=forward(trainer.model, each.features).float()) for each in old]
 
 
 def _columns(schema: Schema, rows: int, label: int) -> dict[str, Array]:
@@ -117,4 +122,17 @@ def _columns(schema: Schema, rows: int, label: int) -> dict[str, Array]:
     values = np.resize(np.array([label, 1]), (rows, *[1] * len(schema.label.shape)))
     columns["label"] = np.broadcast_to(values, (rows, *schema.label.shape)).astype(schema.label.dtype)
     columns["labelled"], columns["weight"] = np.ones(rows, np.bool_), np.ones(rows, np.float32)
+    return columns
+
+
+def made_up_columns(schema: Schema, rows: int, label: int, seed: int) -> dict[str, Array]:
+    """Return the same with other values of features of floating point for each seed."""
+    columns, generator = _columns(schema, rows, label), np.random.default_rng(seed)
+    for feature in schema.features:
+        column = columns[f"feature.{feature.name}"]
+        if column.dtype.kind == "f":
+            values = generator.standard_normal(column.shape)
+            least = -math.inf if feature.min is None else feature.min
+            most = math.inf if feature.max is None else feature.max
+            columns[f"feature.{feature.name}"] = values.clip(least, most).astype(column.dtype)
     return columns

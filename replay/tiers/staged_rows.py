@@ -271,15 +271,24 @@ class LazyRows(StagedRows):
                 self._gathered = gathered
         return self._gathered
 
+    @property
+    def _in_slots(self) -> bool:
+        return self._gathered is None and self._on_host is None
+
     @staticmethod
     def gather_all(staged: Sequence[StagedRows], counts: Sequence[int | None]) -> PackedRows | None:
-        """Return the first rows of each of some plans, as many as `counts` says, by one gather on the host; None where
-        not all of them are still in their slots there."""
-        slots = list[NDArray[np.int64]]()
-        for rows, n in zip(staged, counts, strict=True):
-            if not isinstance(rows, LazyRows) or rows._stream is not None or rows._gathered is not None:
-                return None
-            slots.append(rows._slots[:n])
-        first = staged[0]
-        assert isinstance(first, LazyRows)
-        return first._gather(np.concatenate(slots))
+        """Return the first rows of each of some plans, as many as `counts` says: those in their slots by one gather.
+
+        None where each plan has to return its own: where another tier has read rows, or, on the host, copied them.
+        """
+        lazy = [rows for rows in staged if isinstance(rows, LazyRows)]
+        waiting = [(rows, n) for rows, n in zip(lazy, counts, strict=False) if rows._in_slots]
+        if len(lazy) < len(staged) or not waiting or (lazy[0]._stream is None and len(waiting) < len(lazy)):
+            return None
+        first, slots = waiting[0][0], [rows._slots[:n] for rows, n in waiting]
+        together = LazyRows(np.concatenate(slots), first._gather, first._read, first._stream).rows()
+        if len(waiting) == len(lazy):
+            return together
+        parts = iter(torch.split(torch.as_tensor(together), [*map(len, slots)]))
+        in_order = zip(lazy, counts, strict=True)
+        return torch.cat([next(parts) if rows._in_slots else torch.as_tensor(rows.rows(n)) for rows, n in in_order])

@@ -173,6 +173,7 @@ class LearnerBench:
         keyed=True,
         labels=None,
         group=None,
+        graphs=False,
     ):
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop) if stream is None else stream(self.stop)
@@ -188,7 +189,7 @@ class LearnerBench:
         precision = choose_precision(settings.precision, device)
         teaching = [TeacherLoss(task, 0.5, 2.0)] if teacher is not None else []
         setup = TrainingSetup(
-            model.to(device), task, strategy, schema, settings, device, precision, embedding, teaching
+            model.to(device), task, strategy, schema, settings, device, precision, embedding, teaching, graphs=graphs
         )
         wrappers = []
         if search is not None:

@@ -14,7 +14,6 @@ from anabranch.ingest.kafka.fake import Columns, fake_columns
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.evaluate.stream_monitor import scored
 from anabranch.learner.model.converter import ModelContext
-from anabranch.learner.model.cuda_graph import GraphedPass
 from anabranch.learner.model.device import choose_precision
 from anabranch.learner.model.examples import EARLY, Early, examples_of, pad_single
 from anabranch.learner.model.features.intercept import GroupIntercept
@@ -26,10 +25,10 @@ from anabranch.learner.strategies.early_negatives import ImportanceWeights, chec
 from anabranch.learner.strategies.registry import STRATEGIES
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
-from tests.learner.train.test_graphs import FakeGraphs
 from tests.learner.train.test_trainer import as_sample
+from tests.support.cuda_recorder import CudaRecorder
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 KINDS = [Early.PLAIN, Early.NEGATIVE, Early.CORRECTED, Early.NEGATIVE]
 LABELS = [1, 0, 1, 0]
 
@@ -48,7 +47,7 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def make_trainer(schema, model, strategy="er", **settings):
+def make_trainer(schema, model, strategy="er", device=CPU, graphs=False, **settings):
     options = LearnerSettings.model_validate(
         {"optimizer": {"name": "sgd", "lr": 0.5}, "max_grad_norm": float("inf"), **settings}
     )
@@ -56,7 +55,11 @@ def make_trainer(schema, model, strategy="er", **settings):
     trained = STRATEGIES[strategy]()
     wrappers = [ImportanceWeights()]
     return Trainer(
-        TrainingSetup(model, Classification(), trained, schema, options, CPU, precision, loss_wrappers=wrappers)
+        TrainingSetup(
+            *(model.to(device), Classification(), trained, schema, options, device, precision),
+            loss_wrappers=wrappers,
+            graphs=graphs,
+        )
     )
 
 
@@ -233,18 +236,19 @@ def test_other_ranks_get_the_kind_of_each_event(schema):
 
 
 def test_a_graph_computes_the_same_step(schema):
-    plain, graphed = make_trainer(schema, make_model()), make_trainer(schema, make_model())
-    graphs = FakeGraphs(graphed.model, may_read=False)
-    graphed.runner._graphs = GraphedPass(graphed.model, graphs)
-    for step in range(8):
-        columns = columns_of(schema, 4 * step)
-        columns[EARLY] = np.roll(columns[EARLY], step % 2 * 2)
-        columns["label"] = np.array([int(kind == Early.CORRECTED) for kind in columns[EARLY]])
-        for trainer in (plain, graphed):
-            trainer.step(trainer.examples(columns))
-    assert graphs.replayed
-    for name, value in graphed.snapshot().items():
-        torch.testing.assert_close(value, plain.snapshot()[name], msg=name)
+    learned = []
+    for graphs in (False, True):
+        with CudaRecorder():
+            optimizer = {"name": "adamw", "lr": 0.01}
+            trainer = make_trainer(schema, make_model(), device=CUDA, graphs=graphs, optimizer=optimizer)
+            for step in range(8):
+                columns = columns_of(schema, 4 * step)
+                columns[EARLY] = np.roll(columns[EARLY], step % 2 * 2)
+                columns["label"] = np.array([int(kind == Early.CORRECTED) for kind in columns[EARLY]])
+                trainer.step(trainer.examples(columns))
+            learned.append(dict(trainer.model.state_dict()))
+            assert not graphs or (trainer.runner.graphs.recorded, trainer.runner.graphs.refused) == (1, None)
+    torch.testing.assert_close(*learned, rtol=0, atol=0)
 
 
 def test_kept_predictions_are_scored_by_the_labels_that_came_later():

@@ -125,10 +125,10 @@ def test_streams_and_copies_of_a_learner_with_adapters_are_in_order(schema, tmp_
     recorder.check()
 
 
-def trainer_on(schema, model, device, strategy=None, **settings):
+def trainer_on(schema, model, device, strategy=None, graphs=False, **settings):
     options = LearnerSettings.model_validate({**EXACT, **settings})
     parts = (model.to(device), Classification(), strategy or STRATEGIES["er"](), schema, options, device)
-    return Trainer(TrainingSetup(*parts, choose_precision("fp32", device)))
+    return Trainer(TrainingSetup(*parts, choose_precision("fp32", device), graphs=graphs))
 
 
 def learn(trainer, schema, steps):
@@ -148,8 +148,8 @@ def test_a_graph_replays_steps_of_adapters(schema, precision):
         trainer = trainer_on(schema, adapted(precision), torch.device("cuda", 0), graphs=graphs)
         learn(trainer, schema, 10)
         if graphs:
-            assert trainer.runner._graphs is not None
-            assert not trainer.runner._graphs.refused
+            assert trainer.runner.graphs is not None
+            assert (trainer.runner.graphs.recorded, trainer.runner.graphs.refused) == (1, None)
         found.append(dict(trained_state(trainer.model)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 

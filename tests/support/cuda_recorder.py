@@ -15,8 +15,12 @@ accesses to memory that a queued copy still reads or writes. An operation on ten
 device. Accesses through numpy arrays that exist before a copy are not seen: report them by `host_reads(tensor)` and
 `host_writes(tensor)`.
 
-Not covered: generators, autocast, graphs, torch.compile, collectives, and the time that anything takes. Threads are
-covered when they start inside the block.
+A CUDA graph is the list of operations that ran while it was captured, on the same tensors: `replay` runs these again,
+and no Python. It is one entry "launch" of the log. As on a device, a capture changes nothing, and what waits for the
+device or copies from pageable memory raises in it.
+
+Not covered: generators, autocast, torch.compile, collectives, and the time that anything takes. Threads are covered
+when they start inside the block.
 """
 
 import contextlib
@@ -35,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from anabranch.replay import sample_plan
 
@@ -57,7 +61,7 @@ class Happening:
     """One entry of `CudaRecorder.log`, in program order."""
 
     kind: str
-    """"op", "copy", "wait" (of the host), "record", "wait_event" or "record_stream"."""
+    """"op", "launch" (of a graph), "copy", "wait" (of the host), "record", "wait_event" or "record_stream"."""
     name: str
     stream: "FakeStream | None"
     site: str
@@ -154,6 +158,71 @@ class FakeEvent:
         return 0.0
 
 
+class FakeGraph:
+    """Replaces torch.cuda.CUDAGraph."""
+
+    def __init__(self, **_options):
+        self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._own: set[int] = set()
+        self._generator = torch.get_rng_state()
+
+    def pool(self):
+        return 0, 1
+
+    def record(self, func, args, kwargs):
+        """Run an operation of the capture, and return its result."""
+        name = func.overloadpacket.__name__
+        if name in _WAITING:
+            raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+        inputs = _tensors((args, kwargs))
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._own:
+                self._before.setdefault(storage._cdata, (storage, storage.clone()))
+        result = func(*args, **kwargs)
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        fresh = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in known]
+        self._own |= {tensor.untyped_storage()._cdata for tensor in fresh}
+        writes = any(kind == "write" for _, kind in _parameters(func))
+        if (fresh and not name.startswith(("empty", "new_empty"))) or writes:
+            self._operations.append((func, args, kwargs, fresh))
+        self._keep.append(result)
+        return result
+
+    def begin(self):
+        self._generator, self._keep = torch.get_rng_state(), list[Any]()
+
+    def end(self):
+        """Put back what the operations have changed: they were only captured."""
+        for storage, before in self._before.values():
+            storage.copy_(before)
+        torch.set_rng_state(self._generator)
+        self._before.clear()
+
+    def replay(self):
+        recorder = CudaRecorder.active()
+        with recorder.lock:
+            stream = recorder.current_stream()
+            site = recorder.record("launch", "CUDAGraph.replay", stream)
+            count = recorder._launch(stream)
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for func, args, kwargs, fresh in self._operations:
+                inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+                result = func(*args, **kwargs)
+                values = [one for one in _tensors(result) if one.untyped_storage()._cdata not in inputs]
+                for static, value in zip(fresh, values, strict=True):
+                    static.copy_(value)
+        with recorder.lock:
+            for func, args, kwargs, _ in self._operations:
+                reads, writes, _ = _accesses(func, args, kwargs)
+                for tensors, changes in ((reads, False), (writes, True)):
+                    for tensor in tensors:
+                        memory = recorder.memory_of(tensor)
+                        if memory.device.type == "cuda":
+                            recorder._touch(memory, stream, count, writes=changes, name="replay", site=site)
+
+
 class CudaRecorder:
     """Patches torch while its block runs; see the module. One at a time."""
 
@@ -177,6 +246,7 @@ class CudaRecorder:
         self._registered: dict[int, int] = {}
         self._host: Clock = {}
         self._local = threading.local()
+        self._sync_debug_mode: int | str = 0
         self._stack = contextlib.ExitStack()
         self._defaults: dict[torch.device, FakeStream] = {}
 
@@ -229,7 +299,12 @@ class CudaRecorder:
             "is_available": lambda: True,
             "init": lambda: None,
             "is_bf16_supported": lambda including_emulation=True: True,
-            "is_current_stream_capturing": lambda: False,
+            "is_current_stream_capturing": lambda: self._capturing() is not None,
+            "CUDAGraph": FakeGraph,
+            "graph": self._graph,
+            "graph_pool_handle": lambda: (0, 1),
+            "get_sync_debug_mode": lambda: self._sync_debug_mode,
+            "set_sync_debug_mode": lambda mode: setattr(self, "_sync_debug_mode", mode),
             "device_count": lambda: self.devices,
             "current_device": lambda: self._index(),
             "set_device": self._set_device,
@@ -336,6 +411,8 @@ class CudaRecorder:
 
     def host_waits(self, what, clock):
         """Let the host, and everything that it queues later, come after `clock`."""
+        if self._sync_debug_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
         with self.lock:
             self.record("wait", what)
             self.waits[self.log[-1].site] += 1
@@ -388,6 +465,23 @@ class CudaRecorder:
             or not memory.size
             or any(begin <= memory.begin < begin + size for begin, size in list(self._registered.items()))
         )
+
+    def _capturing(self):
+        graph: FakeGraph | None = getattr(self._local, "graph", None)
+        return graph
+
+    @contextlib.contextmanager
+    def _graph(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        """Replace torch.cuda.graph."""
+        self._synchronize()
+        graph.begin()
+        self._local.graph = graph
+        try:
+            yield
+        finally:
+            self._local.graph = None
+            with _disable_current_modes():
+                graph.end()
 
     def _record_stream(self, tensor, stream):
         with self.lock:
@@ -465,9 +559,17 @@ class CudaRecorder:
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         with self.lock:
             device = self._device_of_operation(name, inputs)
-        result = func(*args, **kwargs)
+        graph = self._capturing() if device.type == "cuda" else None
+        result = func(*args, **kwargs) if graph is None else graph.record(func, args, kwargs)
         fresh = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in known]
         reads += views if fresh else []
+        if graph is not None:
+            with self.lock:
+                if any(source != target for source, _, target in self._moves(name, args, result)):
+                    raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+                for tensor in fresh:
+                    self.memory_of(tensor, device, self.current_stream(device), "capture")
+            return result
         with self.lock:
             moves = self._moves(name, args, result)
             if moves:

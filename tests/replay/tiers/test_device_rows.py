@@ -16,6 +16,7 @@ from anabranch.replay.build import build_store
 from anabranch.replay.settings import ReplaySettings
 from anabranch.replay.tiers import memory
 from anabranch.replay.tiers.memory import MemoryTier
+from anabranch.replay.tiers.staged_rows import LazyRows
 from anabranch.testing.stores import FakeCheckpoints, add_now, plan_ahead
 from tests.support.cuda_recorder import CudaRecorder
 
@@ -268,3 +269,22 @@ def test_a_sample_on_a_gpu_is_read_after_rows_that_are_still_being_written(schem
         sample = store.planner.sample(step, 16)
         assert np.array_equal(sample.columns["feature.x"].cpu().numpy(), every["feature.x"][sample.records["offset"]])
     store.close()
+
+
+@pytest.mark.parametrize("first_is_gathered", [False, True])
+def test_the_rows_of_several_plans_are_gathered_at_once(first_is_gathered):
+    with CudaRecorder() as cuda:
+        tier = MemoryTier(16, 8, torch.device("cuda", 0))
+        rows = np.arange(8 * 16, dtype=np.uint8).reshape(8, 16)
+        tier.write(np.arange(8), np.empty((8, 2), np.uint64), rows)
+        plans = [tier.stage(np.array(slots)) for slots in ([5, 1], [0, 7, 3], [2, 2])]
+        if first_is_gathered:
+            assert plans[0].prefetch()
+        begin = len(cuda.log)
+        found = LazyRows.gather_all(plans, [2, 2, None])
+        assert found is not None
+        queued = [each for each in cuda.log[begin:] if each.kind == "copy" or each.name == "index_select"]
+        assert [each.name for each in queued] == ["cpu to cuda, non_blocking", "index_select"]
+        assert np.array_equal(torch.as_tensor(found).cpu().numpy(), rows[[5, 1, 0, 7, 2, 2]])
+        tier.close()
+    cuda.check()

@@ -1,0 +1,76 @@
+"""Rounds of a whole learner on a device, under the recorder: what is launched, copied and waited for."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from anabranch.learner.strategies.registry import STRATEGIES
+from tests.learner.learner_bench import LearnerBench
+from tests.learner.train.test_operations import perceptron
+from tests.support.cuda_recorder import CudaRecorder
+
+CUDA = torch.device("cuda", 0)
+STEPS = 7
+"""Of a round; a block has eight, of which the last waits for the next block."""
+ON_THE_STEP_PATH = ("learner/loop", "learner/model", "learner/strategies", "learner/stream", "learner/train", "replay/")
+pytestmark = pytest.mark.timeout(120)
+
+
+def run(path, schema, *, graphs, blocks=7, poison=None):
+    """Return what a learner of the MLP of 22 layers with batch norm has learned, and what each round has queued."""
+    rounds: list[tuple[int, Counter[str]]] = []
+    with CudaRecorder() as cuda:
+        torch.manual_seed(0)
+        learner = {"batch_size": 4, "max_delay": "1h", "replay_ratio": 1.0, "precision": "fp32"}
+        given = {"learner": learner, "strategy": STRATEGIES["er"](), "device": CUDA, "graphs": graphs}
+        path.mkdir()
+        bench = LearnerBench(path, schema, perceptron(batch_norm=True), blocks, **given)
+        bench.stream.change = poison
+        bench.parts.replay._ahead = 2 * STEPS
+        bench.loop._steps_of_round = lambda: STEPS
+        step, take = bench.loop._step, bench.loop._step.take
+
+        def counted(batch, names):
+            begin, before = len(cuda.log), bench.loop.state.steps
+            taken = take(batch, names)
+            queued = [each for each in cuda.log[begin:] if each.site.startswith(ON_THE_STEP_PATH)]
+            kinds = Counter(each.kind if each.kind != "copy" else each.name.partition(",")[0] for each in queued)
+            rounds.append((bench.loop.state.steps - before, kinds))
+            return taken
+
+        step.take = counted
+        bench.run()
+        bench.finish()
+        learned = {**bench.trainer.model.state_dict(), **bench.trainer.update.tensors()[0]}
+        skipped = bench.metrics.learner.non_finite._value.get()
+        bench.close()
+        refused = bench.trainer.runner.without_graphs
+    cuda.check()
+    assert refused == ""
+    return learned, rounds, skipped
+
+
+@pytest.mark.slow
+def test_a_step_is_one_launch_and_a_round_waits_once(schema, tmp_path):
+    _, rounds, _ = run(tmp_path / "graphs", schema, graphs=True)
+    full = [kinds for steps, kinds in rounds if steps == STEPS][3:]
+    assert len(full) >= 3, "the first have steps of other sizes, and those that are recorded"
+    for kinds in full:
+        assert (kinds["launch"], kinds["wait"], kinds["cuda to cpu"]) == (STEPS, 1, 1), kinds
+        assert kinds["op"] < 40, "of the whole round, for its inputs and outputs"
+
+
+@pytest.mark.slow
+def test_rounds_by_graphs_learn_what_plain_ones_learn(schema, tmp_path):
+    """Bit for bit, where one step of a round is not finite, and is skipped on the device alone."""
+
+    def poison(columns):
+        if columns["offset"][0] == 96:
+            columns["feature.x"][9] = torch.nan
+
+    expected, _, skipped = run(tmp_path / "plain", schema, graphs=False, poison=poison)
+    found, rounds, also_skipped = run(tmp_path / "graphs", schema, graphs=True, poison=poison)
+    assert sum(kinds["launch"] for _, kinds in rounds) > 2 * STEPS
+    assert (skipped, also_skipped) == (1, 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
