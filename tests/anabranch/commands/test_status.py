@@ -249,6 +249,14 @@ def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
         assert sentence in shown
 
 
+def test_a_warning_is_shown_and_is_no_problem(config):
+    warning = "the teacher at http://models:8000 cannot be reached"
+    reports.write_report(config.state_dir, learner_report(problems=[], warnings=[warning]))
+    anabranch.serving.reporting.report.write_report(config.state_dir, serving_report(problems=[]))
+    assert f"warning: {warning}" in screen(config)
+    assert read_status(config).exit_code() == Exit.DONE
+
+
 def test_nothing_that_runs_is_said_so(config):
     assert "learner not running serving not running" in screen(config)
     document = json.loads(read_status(config).to_json())
