@@ -435,6 +435,7 @@ def test_a_pretrained_model_learns_from_texts_and_answers_them(kafka, make_topic
     assert [(output["name"], output["shape"]) for output in reply["outputs"]] == [
         ("prediction", [2]),
         ("probabilities", [2, 2]),
+        ("label", [2]),
     ]
     versions = Versions(tmp_path / "var" / "versions")
     newest = max(versions.numbers())

@@ -1,11 +1,14 @@
-"""`anabranch predict`: asks the running server for a prediction for each event of a file. Loads no torch."""
+"""`anabranch predict`: asks the running server for a prediction for each event of a file. Loads no torch.
+
+Events are sent in batches of those that have the same features, since serving fills in defaults for a whole input.
+"""
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +34,8 @@ from anabranch.serving.reporting.report import read_report
 
 _T = TypeVar("_T")
 _JSON = {"Content-Type": "application/json"}
+_AT_ONCE = 256
+"""Events of a request."""
 
 
 @command("anabranch predict events.jsonl")
@@ -52,7 +57,9 @@ def predict(
 def predictions(
     config: Config, path: Path, *, kind: SourceFormat | None = None, delimiter: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield for each event its prediction, with the version that made it, as JSON values.
+    """Yield for each event its prediction, with its key and the version that made it, as JSON values.
+
+    Numbers have four digits.
 
     Raises:
         SettingsError: the file cannot be read, an event is not usable, or the server refuses it.
@@ -69,15 +76,75 @@ def predictions(
         metadata = _ask(connection, "GET", url, None, headers, _Metadata)
         inputs = {tensor.name: tensor.datatype for tensor in metadata.inputs}
         with open_source(path, kind, delimiter, schema, checked=True) as source:
-            for record in source:
-                event = _event(schema, record)
-                body = json.dumps({"inputs": tensors_of(schema, event, inputs, record.location)}, allow_nan=False)
-                reply = _ask(connection, "POST", f"{url}/infer", body, headers, _Reply)
-                yield {"version": reply.model_version, **{each.name: _first(each) for each in reply.outputs}}
+            ask = partial(_ask, connection, "POST", f"{url}/infer", headers=headers, kind=_Reply)
+            asked = (_asked(schema, record, inputs) for record in source)
+            # Events of a pipe are answered as they come.
+            most = 1 if str(path) == "-" else min(_AT_ONCE, config.pipeline.serving.max_queue)
+            for batch in _batches(asked, most):
+                yield from _answered(batch, ask)
     except (OSError, http.client.HTTPException, LookupError, ValueError, *UNDECODABLE) as exc:
         raise DependencyError(f"serving at {report.address} does not answer as expected: {exc!r}") from exc
     finally:
         connection.close()
+
+
+class _Asked(NamedTuple):
+    """An event to ask about."""
+
+    location: str
+    key: Any
+    tensors: list[dict[str, Any]]
+
+
+def _asked(schema: Schema, record: FileRecord, inputs: Mapping[str, str]) -> _Asked:
+    event = _event(schema, record)
+    key = None if schema.key is None else event.get(schema.key)
+    return _Asked(record.location, key, tensors_of(schema, event, inputs, record.location))
+
+
+def _batches(asked: Iterable[_Asked], most: int) -> Iterator[list[_Asked]]:
+    """Yield events in their order, at most so many at once, of which all have the same features.
+
+    Those before an event that cannot be used are yielded before its error.
+    """
+    batch: list[_Asked] = []
+    try:
+        for each in asked:
+            if batch and (len(batch) == most or _inputs_of(each) != _inputs_of(batch[0])):
+                yield batch
+                batch = []
+            batch.append(each)
+    except SettingsError:
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch
+
+
+def _inputs_of(asked: _Asked) -> list[str]:
+    return [tensor["name"] for tensor in asked.tensors]
+
+
+def _answered(batch: Sequence[_Asked], ask: Callable[[str], "_Reply"]) -> Iterator[dict[str, Any]]:
+    """Yield the answers about a batch. One that is refused is asked about one by one, to say which event is."""
+    columns = zip(*(each.tensors for each in batch), strict=True)
+    tensors = [
+        {**rows[0], "shape": [len(batch), *rows[0]["shape"][1:]], "data": [one for row in rows for one in row["data"]]}
+        for rows in columns
+    ]
+    try:
+        reply = ask(json.dumps({"inputs": tensors}, allow_nan=False))
+    except SettingsError as exc:
+        if len(batch) == 1:
+            raise SettingsError(f"{batch[0].location}: {exc}") from exc
+        for each in batch:
+            yield from _answered([each], ask)
+        return
+    outputs = {each.name: _rows(each, len(batch)) for each in reply.outputs}
+    for index, each in enumerate(batch):
+        key = {} if each.key is None else {"key": each.key}
+        yield {**key, "version": reply.model_version, **{name: rows[index] for name, rows in outputs.items()}}
 
 
 class _Tensor(msgspec.Struct):
@@ -149,7 +216,13 @@ def _tensor(feature: Feature, event: Mapping[str, Any], inputs: Mapping[str, str
     return {"name": feature.name, "datatype": inputs[feature.name], "shape": [1, *feature.shape], "data": data}
 
 
-def _first(output: _Tensor) -> Any:
-    """Return the output for the one event: a number, or a list of them."""
-    data = np.asarray(output.data, object).reshape(output.shape)[0]
-    return data.tolist() if isinstance(data, np.ndarray) else data
+def _rows(output: _Tensor, count: int) -> list[Any]:
+    """Return the output for each of the events: a number or text, or a list of them."""
+    rows = np.asarray(output.data, object).reshape(count, *output.shape[1:]).tolist()
+    return [_short(row) for row in rows]
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_short(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value

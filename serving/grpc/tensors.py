@@ -88,7 +88,7 @@ def write_reply(
     for key, value in progress.items():
         reply.parameters[key].string_param = value
     for output in request.outputs:
-        array = answers[output]
+        array = signature.answer(request, answers, output)
         reply.outputs.add(name=output, datatype=signature.datatype(output, array), shape=array.shape)
         reply.raw_output_contents.append(write_binary(array))
     written: bytes = reply.SerializeToString()

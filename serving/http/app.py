@@ -246,7 +246,7 @@ def _metadata(service: Service, versions: list[str]) -> dict[str, Any]:
         "versions": versions,
         "platform": "pytorch",
         "inputs": [spec.metadata() for spec in service.signature.inputs.values()],
-        "outputs": [spec.metadata() for spec in service.signature.outputs.values()],
+        "outputs": service.signature.describe_outputs(),
     }
 
 

@@ -4,7 +4,7 @@ Legend: B rows of a request. Independent of HTTP, except for the header that sep
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -25,11 +25,13 @@ from anabranch.serving.protocol.parameters import (
     ABSENT,
     check_served,
     decode_json,
+    read_count,
     read_flag,
     read_freshness,
     read_parameters,
 )
 from anabranch.serving.protocol.tensors import (
+    BYTES,
     DATATYPES,
     Array,
     TensorSpec,
@@ -42,6 +44,8 @@ from anabranch.serving.protocol.tensors import (
 HEADER_LENGTH = "inference-header-content-length"
 """The HTTP header with the number of JSON bytes in a body; binary tensors follow them."""
 
+LABEL, _PREDICTION = "label", "prediction"
+"""The output with the names of predicted classes, BYTES `[-1]`, where `[schema.label]` has names; and their numbers."""
 EMBEDDING = "embedding"
 """The output that the request parameter `return_embedding` asks for, FP32 `[-1, D]`."""
 
@@ -68,6 +72,7 @@ class Request:
         min_trained_through: offsets, by `topic:partition`, that the answering version must have learned.
         timeout_ms: how long to wait for such a version; None to wait until `serving.timeout`.
         embed: whether EMBEDDING is requested besides the model's outputs.
+        classified: how many of the likeliest classes are requested of an output with a number for each, instead of it.
     """
 
     features: dict[str, Array]
@@ -77,6 +82,7 @@ class Request:
     min_trained_through: dict[str, int]
     timeout_ms: float | None
     embed: bool = False
+    classified: Mapping[str, int] = field(default_factory=dict)
 
 
 class GivenInput(NamedTuple):
@@ -95,6 +101,13 @@ class Signature:
         self.features = {feature.name: feature for feature in schema.features}
         self.inputs = {feature.name: input_spec(feature) for feature in schema.features}
         self.outputs = {spec.name: spec for spec in outputs}
+        self._classes, self._names = schema.label.one_of, None
+        if _PREDICTION in self.outputs and self.outputs[_PREDICTION].shape == () and self._classes is not None:
+            self._names = schema.label.names
+        self._array_of_names = np.array(self._names or (), object)
+        self._derives_label = self._names is not None and LABEL not in self.outputs
+        if self._derives_label:
+            self.outputs[LABEL] = TensorSpec(LABEL, None, ())
         self.tokenizes = any(feature.column_shape != feature.shape for feature in schema.features)
         """Whether decoding takes the time of a tokenizer."""
         self.most_strings = max_rows * sum(spec.row_elements for spec in self.inputs.values() if spec.dtype is None)
@@ -158,9 +171,41 @@ class Signature:
         arrays = {each.name: read(index, self.inputs[each.name], rows) for index, each in enumerate(inputs)}
         return self._request(arrays, rows, parameters, requested, id_)
 
+    def describe_outputs(self) -> list[dict[str, object]]:
+        """Describe the outputs as model metadata does, with the names of classes where these are numbers."""
+        described = []
+        for spec in self.outputs.values():
+            named = self._names is not None and (spec.name == _PREDICTION or self._has_classes(spec))
+            described.append(spec.metadata() | ({"labels": [*(self._names or ())]} if named else {}))
+        return described
+
     def datatype(self, output: str, array: Array) -> str:
         """Return the protocol's name for the elements of an output."""
+        if array.dtype.kind == "O":
+            return BYTES
         return self.outputs[output].datatype if output in self.outputs else DATATYPES[array.dtype.name]
+
+    def answer(self, request: Request, answers: Mapping[str, Array], output: str) -> Array:
+        """Return an output of a reply, `[B, ...]`, from what the model answers; strings are an object array.
+
+        Of an output that is classified, each row has its N largest elements in descending order, each a string
+        `value:index:name`, without the name if there are none (Triton's classification extension).
+        """
+        if output == LABEL and self._derives_label:
+            return self._array_of_names[answers[_PREDICTION].astype(np.int64)]
+        array = answers[output]
+        if output not in request.classified:
+            return array
+        number_BN = np.argsort(-array.astype(np.float64), axis=1, kind="stable")[:, : request.classified[output]]
+        value_BN = np.take_along_axis(array, number_BN, axis=1)
+        names = [f":{name}" for name in self._names or ()] or [""] * array.shape[1]
+        pairs = zip(value_BN.reshape(-1).tolist(), number_BN.reshape(-1).tolist(), strict=True)
+        texts = [f"{value:.6f}:{number}{names[number]}" for value, number in pairs]
+        return np.array(texts, object).reshape(number_BN.shape)
+
+    def _has_classes(self, spec: TensorSpec) -> bool:
+        """Return whether an output has a number for each class."""
+        return spec.shape == (self._classes,) and spec.dtype is not None and spec.dtype.kind == "f"
 
     def encode(
         self, request: Request, answers: Mapping[str, Array], name: str, version: str, progress: Mapping[str, str]
@@ -170,7 +215,10 @@ class Signature:
         `progress` are parameters of the reply: how far the version is trained.
         """
         blobs: list[bytes] = []
-        outputs = [self._output(answers[output], output, binary, blobs) for output, binary in request.outputs.items()]
+        outputs = [
+            self._output(self.answer(request, answers, output), output, binary, blobs)
+            for output, binary in request.outputs.items()
+        ]
         parameters: Parameters = {**progress}
         header = self._encoder.encode(ReplyBody(name, version, outputs, parameters, request.id))
         return (b"".join((header, *blobs)), len(header)) if blobs else (header, None)
@@ -249,10 +297,12 @@ class Signature:
             for name, feature in self.features.items()
         }
         embed = self._embed(check_served(parameters, "the request"))
-        outputs = self._requested_outputs(requested, read_flag(parameters, "binary_data_output", False), embed)
+        outputs, classified = self._requested_outputs(
+            requested, read_flag(parameters, "binary_data_output", False), embed
+        )
         through, timeout_ms = read_freshness(parameters) if parameters else ({}, None)
         embed = embed and EMBEDDING not in self.outputs  # otherwise the model predicts it anyway
-        return Request(features, rows, id_, outputs, through, timeout_ms, embed)
+        return Request(features, rows, id_, outputs, through, timeout_ms, embed, classified)
 
     def _embed(self, parameters: Parameters) -> bool:
         embed = read_flag(parameters, "return_embedding", False)
@@ -270,10 +320,13 @@ class Signature:
             raise BadRequestError(f"outputs has {len(text)} bytes, for a model that has {len(self.outputs)} outputs")
         return decode_json(self._outputs_decoder, text, "outputs is not a list of outputs")
 
-    def _requested_outputs(self, requested: Sequence[RequestedOutput], binary: bool, embed: bool) -> dict[str, bool]:
-        outputs = {EMBEDDING: binary} if embed else {}
+    def _requested_outputs(
+        self, requested: Sequence[RequestedOutput], binary: bool, embed: bool
+    ) -> tuple[dict[str, bool], dict[str, int]]:
+        """Return whether each requested output is sent as binary data, and how many classes of it are asked for."""
+        outputs, classified = {EMBEDDING: binary} if embed else {}, dict[str, int]()
         if not requested:
-            return dict.fromkeys(self.outputs, binary) | outputs
+            return dict.fromkeys(self.outputs, binary) | outputs, classified
         seen = set[str]()
         for output in requested:
             if output.name not in self.outputs and output.name not in outputs:
@@ -282,9 +335,20 @@ class Signature:
             if output.name in seen:
                 raise BadRequestError(f"output {output.name!r} is requested twice")
             seen.add(output.name)
-            parameters = check_served(output.parameters or {}, f"output {output.name!r}")
+            parameters = dict(output.parameters or {})
+            count = read_count(parameters, "classification")
+            parameters.pop("classification", None)
+            check_served(parameters, f"output {output.name!r}")
             outputs[output.name] = read_flag(parameters, "binary_data", binary)
-        return outputs
+            if count:
+                spec = self.outputs.get(output.name)
+                if spec is None or not self._has_classes(spec):
+                    raise BadRequestError(
+                        f"output {output.name!r} has the parameter classification = {count}, but not a number for each "
+                        "class: ask for the classes of an output that has, such as probabilities"
+                    )
+                classified[output.name] = count
+        return outputs, classified
 
     def _output(self, array: Array, name: str, binary: bool, blobs: list[bytes]) -> OutputTensor:
         shape = list(array.shape)

@@ -17,7 +17,7 @@ _LONGEST_PARAMETERS = 131_072
 _LONGEST_THROUGH = 65_536
 """Bytes, or characters, of JSON: longer ones are refused before they are parsed."""
 _UNSERVED = {
-    "classification": "ask for the output itself, and take its largest elements",
+    "classification": "name it at an output, as an integer",
     "priority": "all requests have the same",
     "sequence_id": "requests share no state",
     "sequence_start": "requests share no state",
@@ -73,6 +73,16 @@ def read_flag(parameters: Parameters, name: str, default: bool) -> bool:
         return default
     if not isinstance(value, bool):
         raise BadRequestError(f"{name} is {shorten(repr(value))}; write true or false")
+    return value
+
+
+def read_count(parameters: Parameters, name: str) -> int:
+    """Return a parameter that is a number of 1 or more, 0 without it; raises BadRequestError for something else."""
+    value = parameters.get(name)
+    if value is None:
+        return 0
+    if type(value) is not int or value < 1:
+        raise BadRequestError(f"{name} is {shorten(repr(value))}; write how many, 1 or more")
     return value
 
 

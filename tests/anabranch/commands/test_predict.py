@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from anabranch import cli
-from anabranch.commands.predict import tensors_of
+from anabranch.commands.predict import _answered, _Asked, _batches, _Reply, _Tensor, tensors_of
 from anabranch.config.loader import load_config
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.versions.format import Verdict, Versions
@@ -68,12 +69,36 @@ def test_each_event_gets_a_prediction_with_its_version(config, capsys):
     assert cli.main(["predict", str(path), "-c", str(config.path)]) == 0
     replies = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(reply["version"], reply["prediction"]) for reply in replies] == [("7", 1), ("7", 2)]
-    assert sum(replies[0]["probabilities"]) == pytest.approx(1.0)
+    assert sum(replies[0]["probabilities"]) == pytest.approx(1.0, abs=1e-3)
     assert cli.main(["predict", str(path), "--json", "-c", str(config.path)]) == 0
     assert json.loads(capsys.readouterr().out) == replies
-    for event, sentence in (({"z": 1}, 'the feature "x" is missing'), ({"x": [1, 2]}, "the server answered 400")):
-        assert cli.main(["predict", str(write(config, event)), "-c", str(config.path)]) == 2
-        assert sentence in capsys.readouterr().err
+    good, sentences = {"x": [0, 5, 0]}, ('the feature "x" is missing', "line 2: the server answered 400")
+    for event, sentence in zip(({"z": 1}, {"x": [1, 2]}), sentences, strict=True):
+        assert cli.main(["predict", str(write(config, good, event)), "-c", str(config.path)]) == 2
+        out, err = capsys.readouterr()
+        assert json.loads(out)["prediction"] == 1, "those before it are answered"
+        assert sentence in err
+
+
+def test_events_with_the_same_features_are_asked_about_together_and_have_their_keys():
+    asked = [
+        _Asked(f"line {number}", key, [{"name": name, "datatype": "FP32", "shape": [1], "data": [number]}])
+        for number, (key, name) in enumerate([("a", "x"), ("b", "x"), (None, "x"), ("c", "z"), ("d", "x")])
+    ]
+    requests = list[Any]()
+
+    def ask(content):
+        (tensor,) = json.loads(content)["inputs"]
+        requests.append(tensor["data"])
+        names = _Tensor("label", "BYTES", tensor["shape"], [f"is {value}" for value in tensor["data"]])
+        score = _Tensor("score", "FP32", [*tensor["shape"], 1], [value / 3 for value in tensor["data"]])
+        return _Reply("7", [names, score])
+
+    found = [each for batch in _batches(asked, 2) for each in _answered(batch, ask)]
+    assert requests == [[0, 1], [2], [3], [4]]
+    assert found[1] == {"key": "b", "version": "7", "label": "is 1", "score": [0.3333]}
+    assert found[2] == {"version": "7", "label": "is 2", "score": [0.6667]}
+    assert [each["label"] for each in found] == [f"is {number}" for number in range(5)]
 
 
 @pytest.mark.parametrize(

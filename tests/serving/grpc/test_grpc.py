@@ -173,9 +173,9 @@ def test_each_refusal_has_its_status_and_sentence(called):
         (
             classes,
             invalid,
-            "output 'prediction' has the parameter classification = 2, which this server does not serve",
+            "output 'prediction' has the parameter classification = 2, but not a number for each class",
         ),
-        (sequence, invalid, "the request has the parameter sequence_id = 7"),
+        (sequence, invalid, "the request has the parameter sequence_id = 7, which this server does not serve"),
         (region, invalid, "input 'x' has the parameter shared_memory_region = 'a'"),
         (infer(name="other"), missing, "there is no model 'other'"),
         (infer(model_version="8"), missing, "version 8 is not resident"),

@@ -207,9 +207,14 @@ def test_a_body_without_json_is_the_one_input():
         (body(parameters={"binary_data_output": "yes"}), "binary_data_output is 'yes'; write true or false"),
         (body(outputs=[{"name": "prediction"}] * 2), "output 'prediction' is requested twice"),
         (
-            body(outputs=[{"name": "probabilities", "parameters": {"classification": 2}}]),
-            "output 'probabilities' has the parameter classification = 2, which .* ask for the output itself",
+            body(outputs=[{"name": "prediction", "parameters": {"classification": 2}}]),
+            "output 'prediction' has the parameter classification = 2, but not a number for each class",
         ),
+        (
+            body(outputs=[{"name": "probabilities", "parameters": {"classification": 0}}]),
+            "classification is 0; write how many, 1 or more",
+        ),
+        (body(parameters={"classification": 2}), "the request has the parameter classification = 2, .* at an output"),
         (
             body(outputs=[{"name": "prediction", "parameters": {"shared_memory_region": "a"}}]),
             "shared_memory_region = 'a'",
@@ -458,3 +463,44 @@ def test_a_missing_value_is_named_where_none_may_be_missing(word):
 def test_infinity_in_a_body_is_named():
     with pytest.raises(BadRequestError, match="it has Infinity, which is no JSON"):
         SIGNATURE.decode(body().replace(b"[1, 2, 3, 4]", b"[1, 2, 3, Infinity]"), None)
+
+
+OF_TWO = {
+    "prediction": np.array([2, 0]),
+    "probabilities": np.array([[0.25, 0.125, 0.625], [0.5, 0.5, 0.0]], np.float32),
+}
+
+
+def signature_of(names=None, outputs=OUTPUTS):
+    label = {"name": "y", "classes": list(names) if names else 3}
+    settings = {"features": {"n": {"dtype": "int8"}}, "label": label}
+    return Signature(Schema(SchemaSettings.model_validate(settings)), outputs, max_rows=10)
+
+
+def replied(signature, **members):
+    """Return the outputs of the reply to a request of two rows, by name."""
+    n = {"name": "n", "shape": [2], "datatype": "INT8", "data": [1, 2]}
+    request = signature.decode(json.dumps({"inputs": [n], **members}).encode(), None)
+    text, _ = signature.encode(request, OF_TWO, "m", "1", {})
+    return {each["name"]: each for each in json.loads(text)["outputs"]}
+
+
+def test_classes_with_names_are_named_in_replies_and_metadata():
+    named, numbered = signature_of(("cat", "dog", "emu")), signature_of()
+    assert replied(named)["label"] == {"name": "label", "datatype": "BYTES", "shape": [2], "data": ["emu", "cat"]}
+    assert replied(named, outputs=[{"name": "prediction"}]).keys() == {"prediction"}
+    assert "label" not in replied(numbered)
+    assert [each.get("labels") for each in named.describe_outputs()] == [["cat", "dog", "emu"]] * 2 + [None]
+    assert not any("labels" in each for each in numbered.describe_outputs())
+    own = [*OUTPUTS, TensorSpec("label", np.dtype(np.int64), ())]
+    assert signature_of(("cat", "dog", "emu"), own).outputs["label"].datatype == "INT64", "a task's own output stays"
+
+
+def test_the_likeliest_classes_are_asked_for_by_the_classification_extension():
+    asked = [{"name": "probabilities", "parameters": {"classification": 2}}]
+    found = replied(signature_of(("cat", "dog", "emu")), outputs=asked)["probabilities"]
+    assert (found["datatype"], found["shape"]) == ("BYTES", [2, 2])
+    assert found["data"] == ["0.625000:2:emu", "0.250000:0:cat", "0.500000:0:cat", "0.500000:1:dog"]
+    asked[0]["parameters"] = {"classification": 9}
+    found = replied(signature_of(), outputs=asked)["probabilities"]
+    assert (found["shape"], found["data"][:3]) == ([2, 3], ["0.625000:2", "0.250000:0", "0.125000:1"])
