@@ -8,6 +8,7 @@ and outputs stay on the device until the round ends.
 Legend: N new events of a round, M replayed ones.
 """
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -66,31 +67,37 @@ class CudaGraphs:
         self._pool: Any = None
 
     def __call__(self, function: Callable[[], object]) -> Callable[[], None]:
-        """Record a function without running it."""
+        """Record a function without running it; raises what it raises, and then all is as it was."""
         graph, pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream(self._device)
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 function()
-        except Exception:
-            _end_allocation(self._device, pool)
+        except Exception as exc:
+            self._recover(stream, pool)
+            if "captur" in str(exc) and isinstance(exc.__context__, Exception):
+                raise exc.__context__ from None  # why CUDA refused to end the recording
             raise
         self._pool = pool
         return graph.replay
 
+    def _recover(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        """Undo what torch leaves behind where CUDA refuses to end a recording.
+
+        That is its stream as the current one, an allocator that keeps memory which several streams have used, and a
+        random generator that refuses steps outside of recordings. The end of another recording resets the generator.
+        """
+        torch.cuda.set_stream(stream)
+        device = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        with contextlib.suppress(AttributeError, RuntimeError):  # where torch has ended it
+            torch._C._cuda_endAllocateToPool(device, pool)
+        other, own = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(other, pool=own, capture_error_mode="thread_local"):
+            torch.zeros(1, device=self._device)
+
     def renew(self) -> None:
         """Take another pool from now on: torch frees one once it has no graph."""
         self._pool = None
-
-
-def _end_allocation(device: torch.device, pool: Any) -> None:
-    """Let torch's allocator leave the pool of a recording that has failed.
-
-    Where the driver refuses to end it, torch leaves it open, and would not free memory that several streams use again.
-    """
-    try:
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device() if device.index is None else device.index, pool)
-    except (AttributeError, RuntimeError):
-        return  # torch has ended it
 
 
 class _Blocks:
