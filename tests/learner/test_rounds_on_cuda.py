@@ -1,5 +1,6 @@
 """Rounds of a whole learner on a device, under the recorder: what is launched, copied and waited for."""
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -17,10 +18,10 @@ ON_THE_STEP_PATH = ("learner/loop", "learner/model", "learner/strategies", "lear
 pytestmark = pytest.mark.timeout(120)
 
 
-def run(path, schema, *, graphs, blocks=7, poison=None):
+def run(path, schema, *, graphs, blocks=7, poison=None, recorded=True):
     """Return what a learner of the MLP of 22 layers with batch norm has learned, and what each round has queued."""
     rounds: list[tuple[int, Counter[str]]] = []
-    with CudaRecorder() as cuda:
+    with CudaRecorder() if recorded else contextlib.nullcontext() as cuda:
         torch.manual_seed(0)
         learner = {"batch_size": 4, "max_delay": "1h", "replay_ratio": 1.0, "precision": "fp32"}
         given = {"learner": learner, "strategy": STRATEGIES["er"](), "device": CUDA, "graphs": graphs}
@@ -39,16 +40,23 @@ def run(path, schema, *, graphs, blocks=7, poison=None):
             rounds.append((bench.loop.state.steps - before, kinds))
             return taken
 
-        step.take = counted
+        step.take = take if cuda is None else counted
         bench.run()
         bench.finish()
         learned = {**bench.trainer.model.state_dict(), **bench.trainer.update.tensors()[0]}
         skipped = bench.metrics.learner.non_finite._value.get()
         bench.close()
         refused = bench.trainer.runner.without_graphs
-    cuda.check()
+    if cuda is not None:
+        cuda.check()
     assert refused == ""
     return learned, rounds, skipped
+
+
+def poison(columns):
+    """Let one step be not finite."""
+    if columns["offset"][0] == 96:
+        columns["feature.x"][9] = torch.nan
 
 
 @pytest.mark.slow
@@ -64,13 +72,16 @@ def test_a_step_is_one_launch_and_a_round_waits_once(schema, tmp_path):
 @pytest.mark.slow
 def test_rounds_by_graphs_learn_what_plain_ones_learn(schema, tmp_path):
     """Bit for bit, where one step of a round is not finite, and is skipped on the device alone."""
-
-    def poison(columns):
-        if columns["offset"][0] == 96:
-            columns["feature.x"][9] = torch.nan
-
     expected, _, skipped = run(tmp_path / "plain", schema, graphs=False, poison=poison)
     found, rounds, also_skipped = run(tmp_path / "graphs", schema, graphs=True, poison=poison)
     assert sum(kinds["launch"] for _, kinds in rounds) > 2 * STEPS
     assert (skipped, also_skipped) == (1, 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_rounds_of_a_whole_learner_on_a_gpu_learn_what_plain_ones_learn(schema, tmp_path):
+    expected, _, _ = run(tmp_path / "plain", schema, graphs=False, blocks=30, poison=poison, recorded=False)
+    found, _, skipped = run(tmp_path / "graphs", schema, graphs=True, blocks=30, poison=poison, recorded=False)
+    assert skipped == 1
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
