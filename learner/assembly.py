@@ -734,7 +734,8 @@ def build_gate(
 
     `before_chunk` is called before each chunk of scoring; it waits while requests need the device.
     """
-    scorer = Scorer(setup.model, setup.task, setup.schema, setup.device, setup.precision, before_chunk)
+    named = () if spec.gate.measures == "auto" else spec.gate.measures
+    scorer = Scorer(setup.model, setup.task, setup.schema, setup.device, setup.precision, before_chunk, named)
     served = _own if fleet is None else fleet.served
     return QualityGate(versions, spec.gate, scorer, reference_to(spec.model), served)
 

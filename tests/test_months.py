@@ -36,7 +36,9 @@ from anabranch.ingest.worker.lag_reporter import StallDetector
 from anabranch.learner.checkpoints.checkpointer import CheckpointPruning
 from anabranch.learner.checkpoints.format import Checkpoint, Checkpoints
 from anabranch.learner.evaluate.holdout import HoldoutSet
+from anabranch.learner.evaluate.outcomes import TaskMeasures
 from anabranch.learner.evaluate.replay_ratio import AdaptiveReplayRatio, ScoreSum
+from anabranch.learner.evaluate.scoring import EventScores
 from anabranch.learner.evaluate.stream_monitor import Drift, Prequential, Scored
 from anabranch.learner.loop.reporter import Reporter
 from anabranch.learner.loop.tombstones import Tombstones
@@ -198,6 +200,7 @@ class RandomScorer:
 
     def __init__(self, schema, dice):
         self.schema = schema
+        self.measures = TaskMeasures(object(), schema.label)
         self._dice = dice
         self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
 
@@ -205,7 +208,8 @@ class RandomScorer:
         return (self._dice.random(len(columns.get("label", ()))) < float(weights["right"])).astype(np.float64)
 
     def score_and_find(self, weights, columns):
-        return self.score(weights, columns), np.empty(0, np.uint64)
+        scores = self.score(weights, columns)
+        return EventScores(scores, np.empty((len(scores), 0), np.float32), np.empty(0, np.uint64))
 
     def seconds(self):
         return 0.0
@@ -255,7 +259,7 @@ def reporter(year):
     parts: Any = SimpleNamespace(
         source=SimpleNamespace(hold_out=None),
         lag=None,
-        publisher=SimpleNamespace(gate=SimpleNamespace(hold=None)),
+        publisher=SimpleNamespace(gate=SimpleNamespace(hold=None, scorer=RandomScorer(year.schema, year.dice))),
         extensions=(),
         checkpointer=None,
         erasure=None,

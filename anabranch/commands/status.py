@@ -196,6 +196,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row("absolute error", _pairs({k: f"{v:.4g}" for k, v in report.error.items()}))
     else:
         table.add_row("accuracy", _pairs({k: f"{v:.1%}" for k, v in report.accuracy.items()}) or "not known yet")
+    if report.measures:
+        table.add_row("measures", _measures(report))
     for number, baseline in enumerate(report.baselines.values()):
         table.add_row("" if number else "baselines", _baseline(report, baseline))
     if report.loss:
@@ -257,6 +259,20 @@ def _baseline(report: LearnerReport, baseline: BaselineReport) -> Text:
     if worse := no_better(report, baseline):
         text.append(f"; it is no better in {' and '.join(worse)}", style="yellow")
     return text
+
+
+def _measures(report: LearnerReport) -> str:
+    """Return each measure with its 95 % interval, the one that decides first, and why it does."""
+    names = sorted(report.measures, key=lambda name: name != report.measure)
+    lines = [f"judged by {report.measure}: {report.measure_reason}"]
+    for name in names:
+        each = report.measures[name]
+        values = {
+            window.replace("_", " "): f"{value:.3g} ({each.lower[window]:.3g} to {each.upper[window]:.3g})"
+            for window, value in each.value.items()
+        }
+        lines.append(f"{name}: {_pairs(values)}")
+    return "\n".join(lines)
 
 
 def _search(search: SearchReport) -> str:

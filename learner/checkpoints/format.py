@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 STATE = "state.json"
 ERASED = "erased"
 """Key of the state: the number of records of `erasures.log` that are applied to the checkpoint."""
-FORMAT = 16
+FORMAT = 17
 EXTENSION = "extension-"
 """What the names of parts begin with that have events of an extension, one a row."""
 SEGMENT = "segment-"

@@ -87,7 +87,7 @@ class EventTimePredictor:
         if not len(output_N):
             return NOT_SCORED
         known = np.isfinite(output_N.reshape(len(output_N), -1)).all(axis=1)
-        found = scored(self._task, output_N[known], label_N[known]) if known.any() else NOT_SCORED
+        found = scored(self._task, output_N[known], label_N[known], group_N[known]) if known.any() else NOT_SCORED
         if self._baselines is None:
             return found
         now_NG = self._baselines.learn(label_N, group_N)

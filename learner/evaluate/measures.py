@@ -54,7 +54,7 @@ class Outcomes:
             the log of the label's probability, and how many other classes are at least as likely as the label. Several
             labels: the log-odds of each class. A number: the number.
         label: `[G]`, or bool `[G, C]` for several labels.
-        group: `[G]`, equal for the events of a group; None without groups.
+        group: `[G]`, equal for the events of a group, 0 for an event without one; None without groups.
     """
 
     kind: Kind
@@ -90,16 +90,21 @@ class Measure:
         higher: whether higher is better.
         relative: whether a difference is a fraction of the value, since the value has no upper bound.
         of: returns the measure of some outcomes.
+        influence: returns the derivatives of the value by the weight of each event, `[G]`, at equal weights; None: it
+            has none.
+        grouped: whether it is one of ranking in groups.
     """
 
     name: str
     higher: bool
     relative: bool
     of: Callable[[Outcomes], OfWeights]
+    influence: Callable[[Outcomes], Floats] | None = None
+    grouped: bool = False
 
     def value(self, outcomes: Outcomes, weights_G: NDArray[Any] | None = None) -> float:
         """Return the value on the events; NaN where it is not defined, as without an event of either class."""
-        if not len(outcomes):
+        if not len(outcomes) or (self.grouped and outcomes.group is None):
             return math.nan
         weights = np.ones(len(outcomes)) if weights_G is None else weights_G.astype(np.float64)
         return float(self.of(outcomes)(weights[None])[0])
@@ -140,8 +145,9 @@ class Measure:
     def compare(self, candidate: Outcomes, baseline: Outcomes) -> "Difference | None":
         """Compare two versions on the same G events; None where the measure of one is not defined.
 
-        The standard error is that of the paired difference: of ROC AUC by DeLong, of others by a bootstrap that samples
-        the same events, or groups, for both.
+        The standard error is that of the paired difference: of ROC AUC by DeLong, of smooth measures by the
+        infinitesimal jackknife (Efron 1982, "The jackknife, the bootstrap and other resampling plans"), of others by a
+        bootstrap that samples the same events, or groups, for both.
         """
         values = self.value(candidate), self.value(baseline)
         if not all(map(math.isfinite, values)):
@@ -151,6 +157,12 @@ class Measure:
         if self.name == "roc_auc" and candidate.group is None:
             covariance = delong([candidate, baseline])
             error = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
+        elif self.influence is not None:
+            influence_G = self.influence(baseline) - self.influence(candidate)
+            if candidate.group is not None:
+                unit_G = np.unique(_group_of_each(candidate.group), return_inverse=True)[1]
+                influence_G = np.bincount(unit_G, influence_G).astype(np.float64)
+            error = math.sqrt(float((influence_G**2).sum()))
         else:
             weights_RG = resamples(candidate)
             samples = self.of(baseline)(weights_RG) - self.of(candidate)(weights_RG)
@@ -186,13 +198,18 @@ def resamples(outcomes: Outcomes) -> Floats:
     Of many events there are fewer resamples. Whole groups are sampled, since the events of a group depend on each other
     (Field & Welsh 2007, "Bootstrapping clustered data").
     """
-    unit_G = np.unique(outcomes.group, return_inverse=True)[1] if outcomes.group is not None else None
+    unit_G = None if outcomes.group is None else np.unique(_group_of_each(outcomes.group), return_inverse=True)[1]
     units = len(outcomes) if unit_G is None else int(unit_G.max(initial=-1)) + 1
     count = max(_FEWEST_RESAMPLES, min(RESAMPLES, _MOST_CELLS // max(1, len(outcomes))))
     rng = np.random.default_rng(_SEED)
     sampled = rng.integers(units, size=(count, units)) + np.arange(count)[:, None] * units
     counts_RU = np.bincount(sampled.ravel(), minlength=count * units).reshape(count, units).astype(np.float64)
     return counts_RU if unit_G is None else counts_RU[:, unit_G]
+
+
+def _group_of_each(group_G: NDArray[Any]) -> NDArray[Any]:
+    """Return the groups, where events without one are each one group."""
+    return np.where(group_G == 0, np.arange(1, len(group_G) + 1, dtype=group_G.dtype), group_G)
 
 
 # --- two classes ---
@@ -224,6 +241,19 @@ def _average_precision(score_G: NDArray[Any], positive_G: NDArray[Any]) -> OfWei
         return _ratio((precision_RE * np.diff(hits_RE, axis=1, prepend=0.0)).sum(axis=1), hits_RE[:, -1])
 
     return of
+
+
+def _influence_on_average_precision(outcomes: Outcomes) -> Floats:
+    """The derivatives of average precision: an event counts in the precision at all thresholds that it is above."""
+    score_G, positive_G = outcomes.predicted[:, 0], (outcomes.label == 1).astype(np.float64)
+    hits, above = (each[0] for each in _curve(score_G, positive_G)(np.ones((1, len(score_G)))))
+    rises, total = np.diff(hits, prepend=0.0), hits[-1]
+    # The events with the lowest scores are above the last threshold alone.
+    gains, losses = (np.cumsum(each[::-1])[::-1] for each in (rises / above, hits * rises / above**2))
+    thresholds = np.unique(-score_G, return_inverse=True)[1]
+    precision, value = (hits / above)[thresholds], float((hits / above * rises).sum()) / total
+    influence: Floats = (positive_G * (gains[thresholds] + precision - value) - losses[thresholds]) / total
+    return influence
 
 
 def _roc_auc(outcomes: Outcomes) -> OfWeights:
@@ -307,15 +337,19 @@ def _recall_at_budget(percent: float) -> Callable[[Outcomes], OfWeights]:
     return of_outcomes
 
 
-def _log_loss(outcomes: Outcomes) -> OfWeights:
+def _log_losses(outcomes: Outcomes) -> Floats:
+    """The log loss of each event."""
     if outcomes.kind == "classes":
-        return _mean(-outcomes.predicted[:, 2].astype(np.float64))
+        return -outcomes.predicted[:, 2].astype(np.float64)
     odds_G = outcomes.predicted[:, 0].astype(np.float64)
-    return _mean(np.logaddexp(0.0, np.where(outcomes.label == 1, -odds_G, odds_G)))
+    result: Floats = np.logaddexp(0.0, np.where(outcomes.label == 1, -odds_G, odds_G))
+    return result
 
 
-def _brier(outcomes: Outcomes) -> OfWeights:
-    return _mean((probability_of(outcomes.predicted[:, 0]) - (outcomes.label == 1)) ** 2)
+def _squares(outcomes: Outcomes) -> Floats:
+    """The squared error of the probability of each event."""
+    result: Floats = (probability_of(outcomes.predicted[:, 0]) - (outcomes.label == 1)) ** 2
+    return result
 
 
 def _calibration_error(outcomes: Outcomes) -> OfWeights:
@@ -447,7 +481,8 @@ def _mrr(outcomes: Outcomes) -> OfWeights:
 def _groups(outcomes: Outcomes) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the first event of each group `[U]`, the group of each event `[G]`, and how many events each has."""
     assert outcomes.group is not None
-    _, first_U, unit_G, size_U = np.unique(outcomes.group, return_index=True, return_inverse=True, return_counts=True)
+    group_G = _group_of_each(outcomes.group)
+    _, first_U, unit_G, size_U = np.unique(group_G, return_index=True, return_inverse=True, return_counts=True)
     return first_U, unit_G, size_U
 
 
@@ -460,6 +495,12 @@ def _discounts(unit_G: NDArray[np.int64], count: float) -> Floats:
 def _mean_of_groups(first_U: NDArray[np.int64], value_U: Floats, counts_U: NDArray[np.bool_]) -> OfWeights:
     mean, first = _mean(value_U[counts_U]), first_U[counts_U]
     return lambda weights_RG: mean(weights_RG[:, first])
+
+
+def _centred(value_G: Floats) -> Floats:
+    """Return the derivatives of a mean by the weights."""
+    result: Floats = (value_G - value_G.mean()) / len(value_G)
+    return result
 
 
 def _mean(value_G: Floats) -> OfWeights:
@@ -482,8 +523,8 @@ def _mean_of_known(value_RC: Floats) -> Floats:
 _FIXED: Mapping[str, Callable[[Outcomes], OfWeights]] = {
     "average_precision": lambda outcomes: _average_precision(outcomes.predicted[:, 0], outcomes.label == 1),
     "roc_auc": _roc_auc,
-    "log_loss": _log_loss,
-    "brier": _brier,
+    "log_loss": lambda outcomes: _mean(_log_losses(outcomes)),
+    "brier": lambda outcomes: _mean(_squares(outcomes)),
     "ece": _calibration_error,
     "balanced_accuracy": _balanced_accuracy,
     "macro_f1": _macro_f1,
@@ -491,6 +532,12 @@ _FIXED: Mapping[str, Callable[[Outcomes], OfWeights]] = {
     "mae": lambda outcomes: _mean(np.abs(_errors(outcomes))),
     "rmse": _rmse,
     "mrr": _mrr,
+}
+_INFLUENCE: Mapping[str, Callable[[Outcomes], Floats]] = {
+    "average_precision": _influence_on_average_precision,
+    "log_loss": lambda outcomes: _centred(_log_losses(outcomes)),
+    "brier": lambda outcomes: _centred(_squares(outcomes)),
+    "mae": lambda outcomes: _centred(np.abs(_errors(outcomes))),
 }
 _WITH_NUMBER: Mapping[str, Callable[[float], Callable[[Outcomes], OfWeights]]] = {
     "recall_at_precision": _recall_at_precision,
@@ -545,7 +592,8 @@ def measure_of(name: str, kind: Kind, *, groups: bool = False) -> Measure:
         if not 0 < number < (math.inf if stem in {"top", "ndcg"} else 100):
             raise ValueError(f'the number of the measure "{name}" is not between 0 and 100')
         of = _WITH_NUMBER[stem](number)
-    return Measure(name, stem not in _LOWER, stem in _UNBOUNDED, of)
+    influence = _INFLUENCE.get(stem)
+    return Measure(name, stem not in _LOWER, stem in _UNBOUNDED, of, influence, known[stem] in _IN_GROUPS)
 
 
 def _stem(name: str) -> str:
@@ -559,13 +607,13 @@ def _stem(name: str) -> str:
 class Window:
     """The outcomes of the newest events, exact. Used by one thread."""
 
-    def __init__(self, kind: Kind, columns: int, label: tuple[int, ...], rows: int, *, groups: bool = False) -> None:
+    def __init__(self, kind: Kind, columns: int, label: tuple[int, ...], rows: int) -> None:
         """`columns`: K. `label`: shape of an event's label. `rows`: how many events are kept."""
-        self._kind, self._rows, self._groups = kind, rows, groups
+        self._kind, self._rows = kind, rows
         self._predicted = np.zeros((rows, columns), np.float32)
         dtype = {"number": np.float32, "labels": np.bool_}.get(kind, np.int64)
         self._label: NDArray[Any] = np.zeros((rows, *label), dtype)
-        self._group = np.zeros(rows if groups else 0, np.uint64)
+        self._group = np.zeros(rows, np.uint64)
         self._next = 0
         """Events so far."""
 
@@ -577,16 +625,15 @@ class Window:
         finite = np.flatnonzero(np.isfinite(new.predicted).all(axis=1))[-self._rows :]
         at = (self._next + np.arange(len(finite))) % self._rows
         self._predicted[at], self._label[at] = new.predicted[finite], new.label[finite]
-        if self._groups and new.group is not None:
-            self._group[at] = new.group[finite]
+        self._group[at] = 0 if new.group is None else new.group[finite]
         self._next += len(finite)
 
     @property
     def outcomes(self) -> Outcomes:
         """The events that are kept, the oldest first."""
         at = (self._next - len(self) + np.arange(len(self))) % self._rows
-        group = self._group[at] if self._groups else None
-        return Outcomes(self._kind, self._predicted[at], self._label[at], group)
+        group = self._group[at]
+        return Outcomes(self._kind, self._predicted[at], self._label[at], group if group.any() else None)
 
 
 class FadedCounts:

@@ -6,8 +6,9 @@ Legend: G held-out events, C classes.
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from anabranch.learner.evaluate.adwin import winsorized
 from anabranch.learner.evaluate.baselines import score_of_constant
 from anabranch.learner.evaluate.chunks import Chunks
 from anabranch.learner.evaluate.holdout import YOUNG, HoldoutRows
+from anabranch.learner.evaluate.outcomes import TaskMeasures, kind_of, predicted_by
 from anabranch.learner.model.device import Precision
 from anabranch.learner.model.factory import forward
 from anabranch.learner.model.faulty_events import Check, may_be_of_events, raising, works_on_zeros
@@ -142,12 +144,14 @@ class Evaluation:
         classes: by the name of the class, or its number.
         groups: by the hash of the group, 16 hexadecimal digits: the events do not carry its name.
         constant: what one answer for all events scores, on the events of the windows `new` and `old`.
+        measures: of all events, by the name of the measure.
     """
 
     windows: Mapping[str, float] = field(default_factory=dict)
     classes: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, float] = field(default_factory=dict)
     constant: Mapping[str, float] = field(default_factory=dict)
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRows) -> Evaluation:
@@ -197,8 +201,11 @@ def score_each(
     device: torch.device,
     chunks: Chunks | None = None,
     raised: dict[int, str] | None = None,
+    predicted_GK: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float64]:
     """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode.
+
+    The predictions of `Outcomes` are put into `predicted_GK`, unless its K is 0.
 
     The score is NaN where the output has one, even if the task returns another, and where model or task raises: the
     error is put into `raised` by the index of the event. `chunks` keeps the size that earlier calls have found to fit.
@@ -212,7 +219,7 @@ def score_each(
 
     def check(first: int, last: int) -> None:
         with chunks.timed(last - first):
-            scores_G[first:last] = _scores(model, task, schema, columns, slice(first, last), device)
+            scores_G[first:last] = _scores(model, task, schema, columns, slice(first, last), device, predicted_GK)
 
     errors = _in_chunks(total, check, chunks)
     if errors and len(errors) == total and not works_on_zeros(_scoring(model, task), schema, device):
@@ -283,9 +290,15 @@ def _scoring(model: nn.Module, task: Task) -> Callable[[Mapping[str, Tensor], Te
 
 
 def _scores(
-    model: nn.Module, task: Task, schema: Schema, columns: Mapping[str, Array], part: slice, device: torch.device
+    model: nn.Module,
+    task: Task,
+    schema: Schema,
+    columns: Mapping[str, Array],
+    part: slice,
+    device: torch.device,
+    predicted_GK: NDArray[np.float32] | None,
 ) -> NDArray[np.float32]:
-    """Return the scores of a slice of the events, from one pass."""
+    """Return the scores of a slice of the events, and put their predictions into `predicted_GK`, from one pass."""
     with torch.inference_mode():
         names = [feature.name for feature in schema.features]
         output_B = forward(model, _features(names, columns, part, device))
@@ -293,6 +306,9 @@ def _scores(
         with torch.autocast(device.type, enabled=False):  # the score is of the weights' own precision
             score_B = task.score(output_B.float() if output_B.dtype in _HALF else output_B, label_B).float()
         score_B[output_B.reshape(len(score_B), -1).isnan().any(1)] = torch.nan
+        kind = kind_of(task, schema.label.classes)
+        if predicted_GK is not None and predicted_GK.shape[1] and kind is not None:
+            predicted_GK[part] = predicted_by(kind, output_B, label_B).cpu().numpy()
         scores: NDArray[np.float32] = score_B.cpu().numpy()
     return scores
 
@@ -354,6 +370,16 @@ Scores = NDArray[np.float64]
 """Scores of events `[G]`: 1 for right and 0 for wrong, or minus the error; larger is better."""
 
 
+class EventScores(NamedTuple):
+    """The scores of a version on G events, NaN where the model raises, and what measures need of them."""
+
+    scores: Scores
+    predicted: NDArray[np.float32]
+    """The predictions of `Outcomes`, `[G, K]`; K is 0 where the task has no measures."""
+    raised: NDArray[np.uint64]
+    """Hashes of the events on which the model raises."""
+
+
 class Scorer:
     """Scores weights with copies of the model. Used by one thread."""
 
@@ -365,9 +391,14 @@ class Scorer:
         device: torch.device,
         precision: Precision | None = None,
         before_chunk: Callable[[], object] = bool,
+        measures: Iterable[str] = (),
     ) -> None:
-        """Take training's arithmetic, and `before_chunk`, which waits until no request needs the device."""
+        """Take training's arithmetic, and `before_chunk`, which waits until no request needs the device.
+
+        `measures` are computed besides the usual ones; raises SettingsError where the task has no such.
+        """
         self.schema = schema
+        self.measures = TaskMeasures.of(task, schema, measures)
         self.bounded = schema.label.classes is not None
         """Whether scores are between 0 and 1."""
         self._task = task
@@ -393,24 +424,24 @@ class Scorer:
 
     def score(self, weights: Mapping[str, Tensor], columns: Mapping[str, Array]) -> Scores:
         """Return the scores of G events, columns `[G, ...]`, NaN where the model raises; the weights have to fit."""
-        return self.score_and_find(weights, columns)[0]
+        return self.score_and_find(weights, columns).scores
 
-    def score_and_find(
-        self, weights: Mapping[str, Tensor], columns: Mapping[str, Array]
-    ) -> tuple[Scores, NDArray[np.uint64]]:
-        """Return the scores of G events, and the hashes of those on which the model raises."""
+    def score_and_find(self, weights: Mapping[str, Tensor], columns: Mapping[str, Array]) -> EventScores:
+        """Return the scores of G events, what measures need, and the hashes of those on which the model raises."""
         no_hashes = np.empty(0, np.uint64)
+        predicted_GK = np.full((len(columns["label"]) if columns else 0, self.measures.columns), np.nan, np.float32)
         if not columns:
-            return np.empty(0), no_hashes
+            return EventScores(np.empty(0), predicted_GK, no_hashes)
         raised: dict[int, str] = {}
+        task, device = self._task, self._chunks.device
         with self._chunks.on_stream():
             model = self._models.of(weights)
-            scores_G = score_each(model, self._task, self.schema, columns, self._chunks.device, self._chunks, raised)
+            scores_G = score_each(model, task, self.schema, columns, device, self._chunks, raised, predicted_GK)
         if not raised:
-            return scores_G, no_hashes
+            return EventScores(scores_G, predicted_GK, no_hashes)
         hashes = columns["hash"].astype(np.uint64)[list(raised)]
         self.raised.append((hashes, next(iter(raised.values()))))
-        return scores_G, hashes
+        return EventScores(scores_G, predicted_GK, hashes)
 
     def fits(self, weights: Mapping[str, Tensor]) -> bool:
         """Return whether the weights are of this model."""

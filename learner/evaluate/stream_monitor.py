@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.evaluate.adwin import Adwin
 from anabranch.learner.evaluate.baselines import AgainstBaseline, Baselines, compare
+from anabranch.learner.evaluate.outcomes import Predictions, StreamOutcomes, predictions_of
 from anabranch.learner.evaluate.replay_ratio import ScoreSum, make_ratio
 from anabranch.learner.model.task import Task
 from anabranch.learner.settings.learner import DriftSettings, LearnerSettings
@@ -84,29 +85,42 @@ class Scored:
     score: float
     loss: float
     baselines: Sequence[float] = ()
+    predictions: tuple[Predictions, ...] = field(default=(), compare=False, repr=False)
+    """From which measures follow, as far as they are known."""
+
+    @property
+    def sums(self) -> tuple[int, float, float, list[float]]:
+        """Rows, score, loss and those of baselines, as the constructor takes them."""
+        return self.rows, self.score, self.loss, [*self.baselines]
 
     def __add__(self, other: "Scored") -> "Scored":
         pairs = itertools.zip_longest(self.baselines, other.baselines, fillvalue=0.0)
-        both = [one + another for one, another in pairs]
-        return Scored(self.rows + other.rows, self.score + other.score, self.loss + other.loss, both)
+        both, predictions = [one + another for one, another in pairs], self.predictions + other.predictions
+        return Scored(self.rows + other.rows, self.score + other.score, self.loss + other.loss, both, predictions)
 
 
 NOT_SCORED = Scored(0, 0.0, 0.0)
 """No events."""
 
 
-def scored(task: Task, outputs_B: NDArray[np.float32], label_B: NDArray[np.generic]) -> Scored:
+def scored(
+    task: Task,
+    outputs_B: NDArray[np.float32],
+    label_B: NDArray[np.generic],
+    group_B: NDArray[np.generic] | None = None,
+) -> Scored:
     """Score predictions that were made when B events came by the labels that came later.
 
     Args:
         task: the meaning of the outputs.
         outputs_B: of the model, float32 `[B, ...]`.
         label_B: as in the schema's column.
+        group_B: hashes of groups.
     """
     output, label = torch.from_numpy(outputs_B), torch.from_numpy(label_B)
     with torch.no_grad():
         score, loss = task.score(output, label).sum(), task.loss(output, label).sum()
-    return Scored(len(label_B), score.item(), loss.item())
+    return Scored(len(label_B), score.item(), loss.item(), (), predictions_of(task, output, label_B, group_B))
 
 
 class Prequential:
@@ -256,6 +270,7 @@ class StreamMonitor:
         """Whether scores are between 0 and 1, else they are negated errors."""
         self.baselines = Baselines(schema)
         self.prequential = Prequential(bounded=bounded, baselines=len(self.baselines.names))
+        self.outcomes = StreamOutcomes()
         self.drift = Drift(settings.drift, bounded=bounded)
         self.ratio = make_ratio(settings, bounded=bounded)
         self.measures = settings.replay_ratio == "auto"
@@ -282,6 +297,7 @@ class StreamMonitor:
 
     def _measure(self, step: int, new: Scored, old: ScoreSum | None, steps: int) -> None:
         self.prequential.add(new)
+        self.outcomes.add(new.predictions)
         if math.isfinite(new.score):
             if self.measures:
                 self.ratio.observe(ScoreSum(new.rows, new.score), old, steps)
@@ -306,6 +322,7 @@ class StreamMonitor:
             "drift": self.drift.state(),
             "ratio": self.ratio.state(),
             "baselines": self.baselines.state(),
+            "outcomes": self.outcomes.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -314,6 +331,7 @@ class StreamMonitor:
         self.drift.restore(state["drift"])
         self.ratio.restore(state["ratio"])
         self.baselines.restore(state["baselines"])
+        self.outcomes.restore(state["outcomes"])
         self.adjustments = self._adjustments()
 
     def _adjustments(self, *, drifted: bool = False) -> Adjustments:

@@ -10,7 +10,7 @@ import math
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TypeVar
@@ -25,6 +25,7 @@ from anabranch.ingest.events.block import Array, SkipReason
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.learner.device.out_of_memory import MemoryRetry
 from anabranch.learner.evaluate.holdout import HoldoutSet
+from anabranch.learner.evaluate.outcomes import Predictions, predictions_of
 from anabranch.learner.evaluate.stream_monitor import Scored, StreamMonitor
 from anabranch.learner.loop.loop_state import StepState
 from anabranch.learner.loop.replay_feed import NOTHING, Replay, ReplayFeed, RoundSample
@@ -32,6 +33,7 @@ from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import Raised, RaisingEventsError
 from anabranch.learner.model.features.learned import features_of
 from anabranch.learner.model.features.numbers import FAR, MOST, LearnedNumber, OutlierBounds, empty_bounds
+from anabranch.learner.model.task import Task
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.batch import Batch, without_raised
 from anabranch.learner.train.step_result import RoundEvents, StepResult
@@ -42,6 +44,7 @@ _T = TypeVar("_T")
 
 _MANY = 10
 _MOST_LOGGED = 20
+_OF_PREDICTION = ("label", "labelled", "group_hash")
 _OF_CLOCK = 1 / 16
 """Part of the time by the clock that counts for the length of a round, whatever the processor did."""
 
@@ -471,7 +474,7 @@ class LearningStep:
             for each in finite:  # a step whose score is not finite is left out alone
                 self._measure(each.batch, [each])
             return
-        scored = scored or self._by_own_predictions(batch, results)
+        scored = scored or self._by_own_predictions(batch, finite)
         probed = [each.replay.probed for each in finite if each.replay.probed is not None]
         old = reduce(operator.add, probed) if probed else None
         adjustments = self._monitor.observe(self._state.steps, scored, old, len(finite))
@@ -482,12 +485,14 @@ class LearningStep:
             else:
                 self.respond()
 
-    def _by_own_predictions(self, batch: Batch, finite: Sequence[StepResult]) -> Scored:
+    def _by_own_predictions(self, batch: Batch, finite: Sequence[Taken]) -> Scored:
         """Return the scores of the steps' own predictions, and of baselines, of events with a label."""
         labelled = batch.new["labelled"].astype(np.bool_)
         label, group = (batch.new[name][labelled] for name in ("label", "group_hash"))
-        score, loss = sum(each.score for each in finite), sum(each.loss_new for each in finite)
-        return Scored(len(label), score, loss, self._monitor.baselines.add(label, group))
+        results = [each.result for each in finite if each.result is not None]
+        score, loss = sum(each.score for each in results), sum(each.loss_new for each in results)
+        predictions = tuple(_predictions(self._trainer.task, finite))
+        return Scored(len(label), score, loss, self._monitor.baselines.add(label, group), predictions)
 
 
 def _has_no_embedding(result: StepResult | None) -> bool:
@@ -496,3 +501,17 @@ def _has_no_embedding(result: StepResult | None) -> bool:
 
 def _not_scored(_batch: Batch) -> None:
     """Leave the scores of all events to the predictions of their steps."""
+
+
+def _predictions(task: Task, taken: Sequence[Taken]) -> Iterator[Predictions]:
+    """Yield the predictions of new events that have a label, of each step; of several ranks, those of this one."""
+    for each in taken:
+        output_B = None if each.result is None else each.result.output_B
+        if output_B is None:
+            continue
+        new = {name: each.batch.new[name][: len(output_B)] for name in _OF_PREDICTION if name in each.batch.new}
+        labelled_B = new.pop("labelled").astype(np.bool_)
+        if not labelled_B.all():
+            new = {name: column[labelled_B] for name, column in new.items()}
+            output_B = output_B[torch.from_numpy(labelled_B).to(output_B.device)]
+        yield from predictions_of(task, output_B, new["label"], new.get("group_hash"))

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from anabranch.ingest.transport.protocol import HistoryProgress
 from anabranch.learner.evaluate.baselines import CONSTANT
 from anabranch.learner.evaluate.holdout import HeldOutShare
+from anabranch.learner.evaluate.outcomes import Estimates
 from anabranch.learner.extension import overriding
 from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
 from anabranch.learner.loop.tombstones import TombstoneWatch
@@ -30,6 +31,7 @@ from anabranch.learner.status.report import (
     BaselineReport,
     DeviceHealthReport,
     LearnerReport,
+    MeasureReport,
     PartitionReport,
     write_report,
 )
@@ -97,6 +99,10 @@ class Reporter:
         self._backfill = BackfillRate()
         learned = features_of(parts.trainer.model)
         self._features = None if learned is None else FeatureWatch(learned, loop.ledger)
+        known = parts.publisher.gate.scorer.measures
+        each = [*known.each.values()]
+        self._estimates = Estimates({"now": each} | ({"faded": each} if known.kind == "two-classes" else {}))
+        """Of new events."""
         hold_out = parts.source.hold_out
         self._held_out = None if hold_out is None else HeldOutShare(hold_out.fraction)
         self._marks: deque[dict[str, float]] = deque(maxlen=_RATE_MARKS)
@@ -214,6 +220,9 @@ class Reporter:
             accuracy=windows if classification else {},
             error={} if classification else _errors(windows),
             baselines=self._baselines(),
+            measures=self._measures(),
+            measure=publisher.gate.choice.name,
+            measure_reason=publisher.gate.choice.why,
             loss=loop.monitor.prequential.loss.windows,
             window_rows=loop.monitor.prequential.window,
             classes=dict(scoring.evaluation.classes),
@@ -282,6 +291,16 @@ class Reporter:
             words, worse = monitor.prequential.against(index, rule)
             found[name] = BaselineReport(rule=rule, scores=scores, comparison=words, worse=worse)
         return found
+
+    def _measures(self) -> dict[str, MeasureReport]:
+        """Renew the measures of the stream, and return them with those of the newest version."""
+        self._estimates.renew(self._loop.monitor.outcomes.estimate)
+        found = {**self._estimates.now, **self._parts.publisher.scoring.estimates.now}
+        reports: dict[str, MeasureReport] = {}
+        for (name, window), each in sorted(found.items()):
+            report = reports.setdefault(name, MeasureReport({}, {}, {}))
+            report.value[window], report.lower[window], report.upper[window] = each.value, each.low, each.high
+        return reports
 
     def _rates(self, device: DeviceHealthReport | None, store: Store | None) -> dict[str, float]:
         """Return rates over the last five seconds, by what is counted."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import Failure, failure_of
 from anabranch.core.preflight import Finding, ok, problem, warning
 from anabranch.ingest.events.schema import Schema
+from anabranch.learner.evaluate.outcomes import TaskMeasures
 from anabranch.learner.loop.resume import try_newest
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.device import (
@@ -33,7 +34,6 @@ from anabranch.learner.train.converters import Recomputation
 from anabranch.learner.train.optimizers import build_optimizer
 from anabranch.learner.train.trainer import Trainer
 from anabranch.replay.build import check_policies
-from anabranch.replay.row_layout import Fields
 
 _DRIVER = "Update NVIDIA's driver, or build the image with TORCH_INDEX; docs/deploy/gpu.md says which."
 _ROOM = 2
@@ -48,6 +48,7 @@ FIXES = {
     "model.optimizer": "Fix learner.optimizer.",
     "model.embedding": "Set model.embedding to the name of a module that forward calls.",
     "model.checkpointing": "Fix learner.activation_checkpointing.",
+    "gate.measures": "Fix gate.measures.",
     "replay.policy": "Fix replay.admission or replay.sampling.",
     "checkpoint.misfit": "Put the settings of the checkpoint back, or move the checkpoints away to start again.",
     "device.precision": 'Set learner.precision = "auto".',
@@ -103,7 +104,7 @@ def choose(key: str, devices: str, send: Callable[[Finding], None]) -> torch.dev
 class TriedModel(NamedTuple):
     """What a trial found out, as far as it came."""
 
-    columns: Fields
+    columns: Mapping[str, tuple[Any, tuple[int, ...]]]
     """The fields that the store keeps of an event."""
     elements: int = 0
     """Number of the parameters that are trained, and of the elements of buffers; 0 where it cannot be built."""
@@ -161,6 +162,8 @@ class ModelTrial:
             setup = complete_setup(self._plain, schema, task, self._model, device, precision, self._begin)
             self._model = setup.model
             found = found._replace(columns={**schema.payload(), **output_fields(setup.kept_outputs)})
+            self._kind = "gate.measures"
+            TaskMeasures.of(task, schema, () if pipeline.gate.measures == "auto" else pipeline.gate.measures)
             self._kind = "replay.policy"
             if setup.strategy.kind.replays:
                 dim = None if setup.embedding is None else setup.embedding.captured().shape[1]

@@ -269,6 +269,10 @@ class GateSettings(Section):
     fraction of the error."""
     max_drop_old: Annotated[float, Field(ge=0)] = 0.02
     """The same for older held-out events; the best version served within `max_hold` is compared too."""
+    measures: Literal["auto"] | dict[str, Annotated[float, Field(ge=0)]] = "auto"
+    """Measures by which versions are judged as well, and how much worse than the served version one may be: `{log_loss
+    = 0.02}`; a fraction for `log_loss`, `mae`, `rmse` and `pinball_90`. `"auto"`: with two classes of which under 20 %
+    of the newest labels are class 1, `average_precision` by `max_drop_new`; else none."""
     min_rows: Annotated[int, Field(ge=1)] = 1000
     """Held-out events that a verdict requires; with fewer a version is served, marked `inconclusive`."""
     max_hold: PositiveDuration = timedelta(minutes=10)

@@ -83,6 +83,32 @@ def _of_topics(partitions: Mapping[str, PartitionReport]) -> dict[tuple[str, ...
     return {name.rpartition(":")[::2]: each for name, each in partitions.items() if not each.history}
 
 
+class MeasureReport(msgspec.Struct, frozen=True):
+    """A measure of the task's predictions, with the limits of its 95 % interval, by window.
+
+    Windows: `now`, the newest 5,000 new events before training on them; `faded`, with two classes, where 50,000 events
+    more count half; `held_out`, the newest version on the holdout set, in which rare classes have more events than in
+    the stream.
+    """
+
+    value: Annotated[
+        dict[str, float],
+        Reported("anabranch_learner_measure", "A measure of the task, as average_precision, by window.", "window"),
+    ] = {}
+    lower: Annotated[
+        dict[str, float],
+        Reported("anabranch_learner_measure_lower", "Lower limit of its 95 % interval.", "window"),
+    ] = {}
+    upper: Annotated[
+        dict[str, float],
+        Reported("anabranch_learner_measure_upper", "Upper limit of its 95 % interval.", "window"),
+    ] = {}
+
+
+def _of_measures(measures: Mapping[str, MeasureReport]) -> dict[tuple[str, ...], MeasureReport]:
+    return {(name,): each for name, each in measures.items()}
+
+
 class LabelReport(msgspec.Struct, frozen=True, kw_only=True):
     """The events that wait for their labels, and the labels; counts are since the start of the process."""
 
@@ -443,6 +469,12 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
             "anabranch_learner_absolute_error", "Mean absolute error of regression, over the same windows.", "window"
         ),
     ] = {}
+    measures: Annotated[dict[str, MeasureReport], ReportedBy(_of_measures, "measure")] = {}
+    """By name: measures of the task, as `average_precision`; the score of the task, accuracy or error, is not one."""
+    measure: str = ""
+    """The measure by which versions are judged besides the score, or the score where there is none."""
+    measure_reason: str = ""
+    """Why it is that one."""
     baselines: dict[str, BaselineReport] = {}
     """What the model has to beat: `constant`, `last_label`, and with `[schema.group]` `group`. Empty where a label is
     neither one class nor one number."""

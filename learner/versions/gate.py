@@ -17,7 +17,9 @@ from torch import Tensor
 
 from anabranch.learner.errors import VersionError
 from anabranch.learner.evaluate.holdout import YOUNG, HoldoutRows
-from anabranch.learner.evaluate.scoring import Scorer, Scores, class_marks
+from anabranch.learner.evaluate.measures import Measure, Outcomes
+from anabranch.learner.evaluate.outcomes import TaskMeasures
+from anabranch.learner.evaluate.scoring import EventScores, Scorer, Scores, class_marks
 from anabranch.learner.settings.learner import GateSettings
 from anabranch.learner.state_dir.folders import other_base
 from anabranch.learner.versions.format import ModelReference, RegistryState, Verdict, Versions
@@ -29,6 +31,10 @@ MONITOR_ROWS = 50
 MONITOR_ENOUGH = 500
 """After so many events, or the youngest quarter of the holdout set if that is less, a version is good. With a holdout
 set whose quarter is less than `MONITOR_ROWS` there is no monitoring."""
+
+_RARE, _STILL_RARE = 0.2, 0.25
+"""Share of class 1 below which average precision decides, and below which it continues to."""
+_FEWEST_YOUNG = 50
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +181,41 @@ class ServedMonitor:
         return compare(candidate_G[both], baseline_G[both], bounded=self._scorer.bounded) if both.any() else None
 
 
+class MeasureChoice:
+    """The measures that decide besides the score. Used by the publisher's thread; any thread may read attributes."""
+
+    def __init__(self, settings: GateSettings, known: TaskMeasures, score: str) -> None:
+        """`score`: what the task's own score is called."""
+        self._settings, self._known, self._score = settings, known, score
+        self.now: Sequence[tuple[Measure, float]] = ()
+        """Each with the drop that is allowed."""
+        self.why = "too few events are held out"
+        """One sentence."""
+        if settings.measures != "auto":
+            self.now = [(known.each[name], limit) for name, limit in settings.measures.items()]
+            self.why = "gate.measures names it" if self.now else "gate.measures is empty"
+        elif known.kind != "two-classes":
+            self.why = "it is not one of two classes"
+
+    @property
+    def name(self) -> str:
+        """The first measure by which versions are judged, or the task's score."""
+        return self.now[0][0].name if self.now else self._score
+
+    def follow(self, rows: HoldoutRows) -> None:
+        """Choose by the labels of the youngest quarter, in which classes have their natural share.
+
+        What is chosen stays while the part of class 1 is near the bound.
+        """
+        young = len(rows) // YOUNG
+        if self._settings.measures != "auto" or self._known.kind != "two-classes" or young < _FEWEST_YOUNG:
+            return
+        share = float((rows.columns["label"][-young:] == 1).mean())
+        rare = share < (_STILL_RARE if self.now else _RARE)
+        self.now = [(self._known.each["average_precision"], self._settings.max_drop_new)] if rare else ()
+        self.why = f"{share:.1%} of the newest held-out labels are class 1"
+
+
 class QualityGate:
     """Decides which versions serving may take. Used by the publisher's thread; other threads may read attributes."""
 
@@ -191,6 +232,9 @@ class QualityGate:
         self._served_by_all = served
         self._settings = settings
         self.scorer = scorer
+        score = "accuracy" if scorer.bounded else "absolute error"
+        self.choice = MeasureChoice(settings, scorer.measures, score)
+        """The measures by which versions are judged."""
         self._reference = reference
         self._served: Baseline | None = None
         self._best: Baseline | None = None
@@ -204,10 +248,11 @@ class QualityGate:
         self.withdrawn = 0
         """Times that monitoring has withdrawn the served versions."""
 
-    def judge(self, scores_G: Scores, rows: HoldoutRows) -> Verdict:
+    def judge(self, found: EventScores, rows: HoldoutRows) -> Verdict:
         """Judge a candidate by its scores on the held-out events."""
         self._refresh(rows)
-        inputs = self._gate_input(scores_G, rows)
+        self.choice.follow(rows)
+        inputs = self._gate_input(found, rows)
         bounded = self.scorer.bounded
         self._surpasses = surpasses(inputs, bounded=bounded)
         verdict = judge(inputs, self._settings, bounded=bounded)
@@ -215,7 +260,7 @@ class QualityGate:
             verdict.verdict == "fail"
             and self.hold.is_over
             and self._settings.on_hold == "serve"
-            and np.isfinite(scores_G).any()
+            and np.isfinite(found.scores).any()
         ):
             self._best = None  # the next served version is the one that all others are compared with
             self.monitored.restart(None)
@@ -224,7 +269,7 @@ class QualityGate:
         return verdict
 
     def record_published(
-        self, number: int, weights: Mapping[str, Tensor], scores_G: Scores, rows: HoldoutRows, verdict: Verdict
+        self, number: int, weights: Mapping[str, Tensor], found: EventScores, rows: HoldoutRows, verdict: Verdict
     ) -> None:
         """Record a published version, weights on the host; one that has not failed is served from now on."""
         if verdict.verdict == "fail":
@@ -234,7 +279,7 @@ class QualityGate:
             log.info("version %d may be served, after none could", number)
         baseline = Baseline(number, weights, rows.hashes)
         if len(rows):
-            baseline.set_scores(rows.columns, scores_G)
+            baseline.set_scores(rows.columns, found.scores, found.predicted)
         self.monitored.begin(baseline)
         if self._best is None or self._surpasses:
             self._compare_with(baseline)
@@ -261,8 +306,9 @@ class QualityGate:
         """Versions that serving may roll back to, and that must not be deleted."""
         return {each.number for each in (self._served, self.monitored.last_good) if each is not None}
 
-    def _gate_input(self, scores_G: Scores, rows: HoldoutRows) -> GateInput:
-        total, held = len(scores_G), self.hold.since is not None
+    def _gate_input(self, found: EventScores, rows: HoldoutRows) -> GateInput:
+        scores_G, held = found.scores, self.hold.since is not None
+        total = len(scores_G)
         new = np.arange(total) >= total - total // YOUNG
         served, best = self._served, self._best
         if served is None or (total < self._settings.min_rows and not held) or not total:
@@ -271,14 +317,21 @@ class QualityGate:
             self._best_served = time.monotonic()
         elif time.monotonic() - self._best_served > self._settings.max_hold.total_seconds():
             best = self._compare_with(served)
-        served_G = served.scores(self.scorer, rows.columns)
-        best_G = best.scores(self.scorer, rows.columns) if best is not None and best is not served else None
+        compared = {"served": served} | ({"best": best} if best is not None and best is not served else {})
+        scored = {name: each.scores_and_predicted(self.scorer, rows.columns) for name, each in compared.items()}
+        served_G, best_G = scored["served"][0], scored["best"][0] if "best" in scored else None
+        outcomes: dict[str, Outcomes] = {}
+        if self.choice.now:
+            predicted = {"candidate": found.predicted, **{name: each for name, (_, each) in scored.items()}}
+            outcomes = {name: self.scorer.measures.outcomes(each, rows.columns) for name, each in predicted.items()}
         # Events that come while nothing passes may be why the candidates are worse: they do not become old knowledge.
         old = ~new & served.held_out_before(rows.columns["hash"].astype(np.uint64)) if held else ~new
         finite = np.isfinite(served_G) & np.isfinite(scores_G)
         classes = {name: marks & finite for name, marks in class_marks(self.scorer.schema, rows).items()}
         classes = {name: marks for name, marks in classes.items() if marks.any()}
-        return GateInput(scores_G, served_G, best_G, new, old, classes, held=held)
+        return GateInput(
+            scores_G, served_G, best_G, new, old, classes, held=held, measures=self.choice.now, outcomes=outcomes
+        )
 
     def _compare_with(self, best: Baseline) -> Baseline:
         """Compare later versions with another best, for `gate.max_hold` at least."""

@@ -345,8 +345,8 @@ class Publisher:
             # Page-locked memory goes back for the next copies: the gate keeps weights for long.
             weights = {n: each.clone() if each.is_pinned() else each.cpu() for n, each in snapshot.weights.items()}
             with span("gate") as traced:
-                scores_G, holdout = self.scoring.score(weights, snapshot.holdout)
-                verdict = self.gate.judge(scores_G, holdout)
+                found, holdout = self.scoring.score(weights, snapshot.holdout)
+                verdict = self.gate.judge(found, holdout)
                 traced.set_attribute("anabranch.verdict", verdict.verdict)
         except (RuntimeError, MemoryError) as exc:
             self._report_memory(exc, _NO_VERSION)
@@ -354,7 +354,7 @@ class Publisher:
             return
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         learned = NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist())
-        scores = now | dict(self.scoring.evaluation.windows)
+        scores = now | dict(self.scoring.evaluation.windows) | dict(self.scoring.evaluation.measures)
         manifest = self._writer.manifest(snapshot, scores, learned, parts_in(weights))
         number = manifest.number
         self._check()  # scoring takes seconds, in which an undo may be ordered
@@ -368,7 +368,7 @@ class Publisher:
             self._progress = None  # to try again, even without new progress
             return
         self._newly_trained = RecordTimes()
-        self.gate.record_published(number, weights, scores_G, holdout, verdict)
+        self.gate.record_published(number, weights, found, holdout, verdict)
         self.verdict = verdict.verdict
         self.published += 1
         self._metrics.gate_verdicts.labels(verdict.verdict).inc()

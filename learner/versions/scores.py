@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,15 @@ from anabranch.ingest.events.block import Array
 from anabranch.learner.evaluate.adwin import winsorized
 from anabranch.learner.evaluate.forgetting import ForgettingState, retention_of
 from anabranch.learner.evaluate.holdout import HoldoutRows
-from anabranch.learner.evaluate.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
+from anabranch.learner.evaluate.outcomes import Estimates
+from anabranch.learner.evaluate.scoring import Evaluation, EventScores, Scorer, Scores, evaluation_of, newcomers
 from anabranch.learner.versions.verdict import Marks
 
 _SHARE = 4
 """Scoring uses at most 1 / `_SHARE` of a core or CUDA device; versions due meanwhile are skipped."""
+
+HELD_OUT = "held_out"
+"""The window of measures of all held-out events, among which rare classes have more than their share."""
 
 Hashes = NDArray[np.uint64]
 """Hashes of the identities of events."""
@@ -39,32 +43,39 @@ class Baseline:
     _scored: Hashes = field(default_factory=lambda: np.empty(0, np.uint64))
     _labels: Array | None = None
     _scores: Scores = field(default_factory=lambda: np.empty(0))
+    _predicted: NDArray[np.float32] | None = None
 
     def held_out_before(self, hashes: Hashes) -> Marks:
         """Return which events had been held out when this version was published."""
         return np.isin(hashes, self.held_out)
 
-    def set_scores(self, columns: Mapping[str, Array], scores: Scores) -> None:
-        """Store its scores on G events, columns `[G, ...]`, and drop earlier ones."""
+    def set_scores(self, columns: Mapping[str, Array], scores: Scores, predicted: NDArray[np.float32]) -> None:
+        """Store its scores on G events, columns `[G, ...]`, and what measures need; drop earlier ones."""
         hashes = columns["hash"].astype(np.uint64)
         order = np.argsort(hashes)
-        self._scored, self._labels, self._scores = hashes[order], columns["label"][order], scores[order]
+        self._scored, self._labels = hashes[order], columns["label"][order]
+        self._scores, self._predicted = scores[order], predicted[order]
 
     def scores(self, scorer: Scorer, columns: Mapping[str, Array]) -> Scores:
-        """Return its scores on G events, columns `[G, ...]`; only those without a stored score of the same label are
-        scored."""
+        """Return its scores on G events; see `scores_and_predicted`."""
+        return self.scores_and_predicted(scorer, columns)[0]
+
+    def scores_and_predicted(self, scorer: Scorer, columns: Mapping[str, Array]) -> tuple[Scores, NDArray[np.float32]]:
+        """Return its scores on G events, columns `[G, ...]`, and what measures need, `[G, K]`; only those without a
+        stored score of the same label are scored."""
         hashes, label = columns["hash"].astype(np.uint64), columns["label"]
         kept, scores = np.isin(hashes, self._scored), np.empty(len(hashes))
-        if self._labels is not None:
+        predicted = np.full((len(hashes), scorer.measures.columns), np.nan, np.float32)
+        if self._labels is not None and self._predicted is not None:
             at = np.searchsorted(self._scored, hashes[kept])
             same = (self._labels[at] == label[kept]).all(axis=tuple(range(1, label.ndim)))
             kept[kept] = same
-            scores[kept] = self._scores[at[same]]
+            scores[kept], predicted[kept] = self._scores[at[same]], self._predicted[at[same]]
         if not kept.all():
             fresh = {name: column[~kept] for name, column in columns.items()}
-            scores[~kept] = scorer.score(self.weights, fresh)
-        self.set_scores(columns, scores)
-        return scores
+            scores[~kept], predicted[~kept], _ = scorer.score_and_find(self.weights, fresh)
+        self.set_scores(columns, scores, predicted)
+        return scores, predicted
 
 
 class VersionScoring:
@@ -79,29 +90,45 @@ class VersionScoring:
         """Evaluation of the newest version, whatever its verdict."""
         self.retention = ForgettingState()
         """Best scores of earlier versions, and scores of versions on events that came after them."""
+        self.estimates = Estimates({HELD_OUT: [*scorer.measures.each.values()]})
+        """The measures of the newest version, with intervals, of which one is renewed after the other."""
 
     @property
     def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
         """Hashes of held-out events on which the model raised, and the error; the loop's thread removes them."""
         return self._scorer.raised
 
-    def score(self, weights: Mapping[str, Tensor], holdout: HoldoutRows) -> tuple[Scores, HoldoutRows]:
+    def score(self, weights: Mapping[str, Tensor], holdout: HoldoutRows) -> tuple[EventScores, HoldoutRows]:
         """Score a version on the holdout set, and the version before it on events that came since.
 
         Return the scores and their events, without those on which the model raises.
         """
         begin = self._scorer.seconds()
         self._score_near_future(holdout)
-        scores_G, raised = self._scorer.score_and_find(weights, holdout.columns)
-        if len(raised):
-            scores_G = scores_G[~np.isin(holdout.columns["hash"].astype(np.uint64), raised)]
-            holdout = holdout.without(raised)
+        found = self._scorer.score_and_find(weights, holdout.columns)
+        if len(found.raised):
+            stays = ~np.isin(holdout.columns["hash"].astype(np.uint64), found.raised)
+            found = EventScores(found.scores[stays], found.predicted[stays], found.raised)
+            holdout = holdout.without(found.raised)
         self._newest = holdout, weights
-        self.evaluation = evaluation_of(scores_G, self._scorer.schema, holdout)
+        self.evaluation = evaluation_of(found.scores, self._scorer.schema, holdout)
+        self._measure(found.predicted, holdout)
         if self.evaluation.windows:
             self.retention = self.retention.followed_by(self.evaluation)
         self.rested_at = time.monotonic() + (_SHARE - 1) * (self._scorer.seconds() - begin)
-        return scores_G, holdout
+        return found, holdout
+
+    def _measure(self, predicted_GK: NDArray[np.float32], holdout: HoldoutRows) -> None:
+        """Compute the measures of the newest version, unless there are too few events for any score."""
+        measures = self._scorer.measures
+        if not measures.each or not self.evaluation.windows:
+            return
+        outcomes = measures.outcomes(predicted_GK, holdout.columns)
+        outcomes = outcomes.where(np.flatnonzero(np.isfinite(predicted_GK).all(axis=1)))
+        values = {name: measure.value(outcomes) for name, measure in measures.each.items()}
+        known = {name: value for name, value in values.items() if math.isfinite(value)}
+        self.evaluation = replace(self.evaluation, measures=known)
+        self.estimates.renew(lambda _, measure: measure.estimate(outcomes))
 
     def _score_near_future(self, holdout: HoldoutRows) -> None:
         """Score the previous version on held-out events that came after it."""
@@ -110,7 +137,7 @@ class VersionScoring:
         rows, weights = self._newest
         fresh = newcomers(holdout, rows)
         if fresh and len(fresh["label"]):
-            scores, raised = self._scorer.score_and_find(weights, fresh)
+            scores, _, raised = self._scorer.score_and_find(weights, fresh)
             stays = ~np.isin(fresh["hash"].astype(np.uint64), raised)
             scores = scores[stays] if self._scorer.bounded else winsorized(scores[stays])
             total = float(np.sum(scores))

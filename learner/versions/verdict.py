@@ -4,13 +4,15 @@ Legend: G held-out events.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.learner.evaluate.adwin import limit_of
+from anabranch.learner.evaluate.measures import Difference, Measure, Outcomes
 from anabranch.learner.evaluate.scoring import Scores
 from anabranch.learner.settings.learner import GateSettings
 from anabranch.learner.versions.format import Verdict
@@ -27,6 +29,8 @@ _Z_999 = 3.09
 _Z_MONITOR = 4.5
 """Standard errors that chance exceeds once in 300,000 comparisons: monitoring makes thousands a day."""
 _LEAST = 1e-12
+_ERROR_RATE = 0.01
+"""Of verdicts by measures on versions that are as good as the served one, the part that fails by chance."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,9 @@ class GateInput:
         new: the youngest events.
         old: events that measure old knowledge; events that came while nothing passed are in neither set.
         classes: the events of each class that has enough of them, by its name.
+        measures: those that decide too, each with the drop that is allowed.
+        outcomes: of the `candidate`, the `served` version, and the `best` one as far as it is another; none without
+            measures.
         held: whether nothing has passed since a version failed: then `min_rows` no longer makes it inconclusive.
     """
 
@@ -89,6 +96,8 @@ class GateInput:
     old: Marks
     classes: Mapping[str, Marks]
     held: bool = False
+    measures: Sequence[tuple[Measure, float]] = ()
+    outcomes: Mapping[str, Outcomes] = field(default_factory=dict)
 
 
 def compare(candidate_G: Scores, baseline_G: Scores, *, bounded: bool) -> Drop:
@@ -129,13 +138,57 @@ def judge(inputs: GateInput, settings: GateSettings, *, bounded: bool) -> Verdic
             failed.append(f"worse than {sentence}")
         elif not drop.upper <= limit:
             unsure.append(f"too few events to distinguish it from {sentence}")
-    numbers |= _classes(inputs, inputs.served, bounded=bounded)
+    failed_measures, unsure_measures, numbers_of_measures = _judge_measures(inputs)
+    failed, unsure = [*failed, *failed_measures], [*unsure, *unsure_measures]
+    numbers |= numbers_of_measures | _classes(inputs, inputs.served, bounded=bounded)
     if inputs.held and not inputs.old.any():
         failed.append("no held-out event is left by which the served version was judged: serve one by hand")
     finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
     if failed:
         return Verdict("fail", failed, finite)
     return Verdict("inconclusive" if unsure else "pass", unsure, finite)
+
+
+def _judge_measures(inputs: GateInput) -> tuple[list[str], list[str], dict[str, float]]:
+    """Return why measures fail a version, why they are not sure, and their numbers.
+
+    A version that is as good as both others fails in one of 100 verdicts at most, whatever the number of measures
+    (Bonferroni).
+    """
+    failed, unsure, numbers = [], [], dict[str, float]()
+    found = [
+        (name, measure, limit, difference)
+        for name, marks in (("served", inputs.new | inputs.old), ("best", inputs.old))
+        if name in inputs.outcomes
+        for measure, limit in inputs.measures
+        for difference in [_difference(inputs, name, measure, marks)]
+    ]
+    z = NormalDist().inv_cdf(1 - _ERROR_RATE / max(1, len(found)))
+    for name, measure, limit, difference in found:
+        if difference is None:
+            unsure.append(f"{measure.name} is not defined on these held-out events")
+            continue
+        upper = difference.drop + _Z_95 * difference.error
+        prefix = measure.name if name == "served" else f"{name}_{measure.name}"
+        numbers |= {prefix: difference.candidate, f"{prefix}_rival": difference.baseline}
+        numbers |= {f"{prefix}_drop": difference.drop, f"{prefix}_drop_upper": upper}
+        amount = f"{difference.drop + 0.0:.4f} (at most {upper:.4f}, {difference.rows} events)"
+        sentence = f"{_RIVALS[name]} by {measure.name}: {amount}, of {limit:g} that are allowed"
+        if upper > limit and difference.drop > z * difference.error:
+            failed.append(f"worse than {sentence}")
+        elif not upper <= limit:
+            unsure.append(f"too few events to distinguish it from {sentence}")
+    if inputs.measures and inputs.outcomes["candidate"].constant:
+        served_too = inputs.outcomes["served"].constant
+        constant = f"it answers the same for all {len(inputs.candidate)} held-out events"
+        (unsure if served_too else failed).append(constant)
+    return failed, unsure, numbers
+
+
+def _difference(inputs: GateInput, name: str, measure: Measure, marks: Marks) -> Difference | None:
+    candidate, baseline = inputs.outcomes["candidate"], inputs.outcomes[name]
+    both = marks & np.isfinite(candidate.predicted).all(axis=1) & np.isfinite(baseline.predicted).all(axis=1)
+    return measure.compare(candidate.where(both), baseline.where(both))
 
 
 def _not_finite(inputs: GateInput) -> int:
@@ -146,6 +199,7 @@ def _not_finite(inputs: GateInput) -> int:
     return int(np.count_nonzero(~finite & np.isfinite(inputs.served))) if inputs.served is not None else 0
 
 
+_RIVALS = {"served": "the served version", "best": "the best version served lately"}
 _WORDS = {
     "new": "the served version on new events",
     "old": "the served version on old events",

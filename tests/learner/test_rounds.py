@@ -147,6 +147,10 @@ def assert_equal(one, other, *, each=True):
     scores = [bench.parts.monitor.prequential.score for bench in (one, other)]
     assert scores[0].rows == scores[1].rows > 0
     assert scores[0].total == pytest.approx(scores[1].total, rel=1e-9)
+    windows = [bench.parts.monitor.outcomes.newest for bench in (one, other)]
+    assert one.parts.trainer.wrappers or len(windows[0]) == scores[0].rows  # a rank has its own part
+    assert windows[0].label.tolist() == windows[1].label.tolist()
+    assert windows[0].predicted == pytest.approx(windows[1].predicted, abs=1e-6)
     assert not each or other.store.event_table.copy().tobytes() == one.store.event_table.copy().tobytes()
     for count in ("steps", "rows_new", "rows_replay"):
         assert getattr(other.loop.state, count) == getattr(one.loop.state, count)

@@ -7,7 +7,6 @@ step like any other, with its own identity. Legend: N events of a call.
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -261,7 +260,7 @@ class LateLabels(Extension):
 
     @override
     def state(self) -> dict[str, Any]:
-        return {"lags": self._lags.state(), "unobserved": asdict(self.arrivals.unobserved)}
+        return {"lags": self._lags.state(), "unobserved": [*self.arrivals.unobserved.sums]}
 
     @override
     def close(self) -> None:
@@ -271,7 +270,7 @@ class LateLabels(Extension):
     def restore(self, state: Mapping[str, Any]) -> None:
         if state:  # without labels before, it is empty
             self._lags.add(np.array(state["lags"], np.int64))
-            self.arrivals.unobserved = Scored(**state["unobserved"])
+            self.arrivals.unobserved = Scored(*state["unobserved"])
             self._end_erased()
 
     def _end(self, decided: Decided) -> None:

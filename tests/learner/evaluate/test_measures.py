@@ -140,7 +140,7 @@ def test_measures_of_numbers_are_those_of_scikit_learn():
 @pytest.mark.parametrize("ties", [False, True])
 def test_ndcg_and_mrr_are_means_over_the_groups(ties):
     rng = np.random.default_rng(6)
-    group = rng.integers(40, size=600).astype(np.uint64) * 7919
+    group = rng.integers(1, 41, size=600).astype(np.uint64) * 7919
     gain = rng.integers(0, 4, size=600) * (group % 5 > 0)  # a fifth of the groups has no gain
     score = np.round(gain + rng.normal(size=600) * 2, 0 if ties else 9)
     ndcg, reciprocal = [], []
@@ -150,6 +150,8 @@ def test_ndcg_and_mrr_are_means_over_the_groups(ties):
             ndcg.append(metrics.ndcg_score([gains], [of_group], k=5))
             rank = 1 + ((of_group >= of_group[gains > 0].max()) & (gains == 0)).sum()
             reciprocal.append(1 / rank)
+    alone = np.zeros(3, np.uint64)  # events without a group do not count
+    score, gain, group = np.append(score, [1, 2, 3]), np.append(gain, [1, 0, 3]), np.append(group, alone)
     outcomes = Outcomes("number", score[:, None], gain.astype(float), group)
     assert value("ndcg_5", outcomes) == pytest.approx(np.mean(ndcg), abs=EXACT)
     assert value("mrr", outcomes) == pytest.approx(np.mean(reciprocal), abs=EXACT)
@@ -210,7 +212,7 @@ def test_delong_is_its_definition():
 
 
 def test_groups_are_sampled_whole():
-    outcomes = two_classes(rows=60, groups=np.repeat(np.arange(20), 3).astype(np.uint64))
+    outcomes = two_classes(rows=60, groups=np.repeat(np.arange(1, 21), 3).astype(np.uint64))
     weights = resamples(outcomes).reshape(-1, 20, 3)
     assert (weights == weights[:, :, :1]).all()
     assert (weights[:, :, 0].sum(axis=1) == 20).all()
@@ -267,8 +269,8 @@ def test_faded_counts_follow_a_change():
 
 @given(st.lists(st.integers(0, 25), min_size=1, max_size=8))
 def test_a_window_has_the_newest_events(sizes):
-    outcomes = two_classes(rows=sum(sizes), groups=np.arange(sum(sizes)).astype(np.uint64))
-    window = Window("two-classes", 1, (), 20, groups=True)
+    outcomes = two_classes(rows=sum(sizes), groups=np.arange(sum(sizes)).astype(np.uint64) + 1)
+    window = Window("two-classes", 1, (), 20)
     for end, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True):
         window.add(outcomes.where(np.arange(end - size, end)))
     kept = min(20, len(outcomes))
@@ -276,7 +278,7 @@ def test_a_window_has_the_newest_events(sizes):
     newest = outcomes.where(np.arange(len(outcomes) - kept, len(outcomes)))
     assert window.outcomes.predicted == pytest.approx(newest.predicted.astype(np.float32))
     assert window.outcomes.label.tolist() == newest.label.tolist()
-    assert window.outcomes.group.tolist() == newest.group.tolist()
+    assert window.outcomes.group is None if not kept else window.outcomes.group.tolist() == newest.group.tolist()
 
 
 def test_events_without_a_finite_prediction_are_left_out():
@@ -303,3 +305,20 @@ def test_events_without_a_finite_prediction_are_left_out():
 def test_a_measure_that_the_task_has_not_is_named(name, kind, words):
     with pytest.raises(ValueError, match=words):
         measure_of(name, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "outcomes"),
+    [
+        ("average_precision", two_classes(rows=80, rate=0.2)),
+        ("average_precision", two_classes(rows=80, rate=0.2, ties=True)),
+        ("log_loss", two_classes(rows=80)),
+        ("brier", two_classes(rows=80)),
+        ("mae", Outcomes("number", np.arange(30.0)[:, None], np.arange(30.0) ** 2)),
+    ],
+)
+def test_the_influence_of_an_event_is_the_derivative_by_its_weight(name, outcomes):
+    measure, step = measure_of(name, outcomes.kind), 1e-6
+    around = [[measure.value(outcomes, 1 + sign * step * row) for sign in (1, -1)] for row in np.eye(len(outcomes))]
+    derivatives = np.subtract(*np.transpose(around)) / (2 * step)
+    assert measure.influence(outcomes) == pytest.approx(derivatives, abs=1e-7)

@@ -96,7 +96,7 @@ class Pipeline:
             else {"weight": row, "bias": torch.zeros(1)}
         )
         rows = self.holdout.held
-        scores = self.scorer.score(weights, rows.columns)
+        scores = self.scorer.score_and_find(weights, rows.columns)
         verdict = self.gate.judge(scores, rows)
         self.gate.record_published(len(self.published) + 1, weights, scores, rows, verdict)
         quality, served = self.quality(), self.taken[-1] if self.taken else -np.inf

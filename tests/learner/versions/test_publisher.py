@@ -1,5 +1,6 @@
 """Which versions the publisher publishes, skips and deletes, and how it continues after errors of the disk."""
 
+import itertools
 import math
 import os
 import threading
@@ -35,6 +36,8 @@ from anabranch.learner.versions.publisher import Publisher, Snapshot, VersionWri
 from tests.support.waiting import PATIENCE_SECONDS, Patience
 
 SOON = timedelta(seconds=20)
+
+MEASURES = {"balanced_accuracy", "macro_f1", "log_loss", "ece"}
 
 
 class Bench:
@@ -104,7 +107,8 @@ def test_a_manifest_describes_its_version(make_bench, schema):
     assert (manifest.number, manifest.generation, manifest.parent, manifest.step) == (1, 7, None, 1)
     assert manifest.trained_through == {"events:0": PartitionProgress(1)}
     assert manifest.schema == schema.digest
-    assert manifest.metrics.keys() == {"now", "new", "old", "worst"}
+    assert manifest.metrics.keys() == {"now", "new", "old", "worst"} | MEASURES
+    assert 0 <= manifest.metrics["balanced_accuracy"] <= 1
     verdict = bench.versions.verdict(1)
     assert verdict is not None
     assert verdict.verdict == "inconclusive"
@@ -125,7 +129,7 @@ def test_a_manifest_has_no_score_that_is_not_finite(make_bench, monkeypatch):
     bench, snapshot = make_bench(), Bench.snapshot
     monkeypatch.setattr(Bench, "snapshot", lambda self: replace(snapshot(self), accuracy_now=math.nan))
     bench.publish()
-    assert bench.versions.manifest(1).metrics.keys() == {"new", "old", "worst"}
+    assert bench.versions.manifest(1).metrics.keys() == {"new", "old", "worst"} | MEASURES
 
 
 def test_no_version_is_published_before_the_first_step(make_bench):
@@ -151,7 +155,7 @@ def test_a_version_that_is_due_while_another_is_written_is_skipped_and_counted(m
 
 def test_a_slow_gate_makes_versions_rarer_and_judges_each(make_bench, monkeypatch):
     bench = make_bench()
-    took = iter([0.0, 1000.0] * 2)
+    took = itertools.count(0.0, 1000.0)
     monkeypatch.setattr("anabranch.learner.versions.publisher.time.thread_time", lambda: next(took))
     patience = Patience()
     bench.publish()

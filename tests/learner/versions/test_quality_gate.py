@@ -18,7 +18,7 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.evaluate.holdout import HoldoutSet
-from anabranch.learner.evaluate.scoring import Scorer
+from anabranch.learner.evaluate.scoring import EventScores, Scorer
 from anabranch.learner.model.task import Classification, MultiLabel
 from anabranch.learner.settings.learner import GateSettings, VersionsSettings
 from anabranch.learner.settings.model import ModelSettings
@@ -31,6 +31,7 @@ from anabranch.learner.versions.publisher import Publisher, Snapshot, VersionWri
 from anabranch.learner.versions.verdict import compare
 
 Weights = Mapping[str, Tensor]
+NO_SCORES = EventScores(np.empty(0), np.empty((0, 4), np.float32), np.empty(0, np.uint64))
 GOOD = {"weight": torch.eye(3), "bias": torch.zeros(3)}
 """Predicts the index of the feature that is 1."""
 BAD = {"weight": torch.eye(3)[[2, 0, 1]], "bias": torch.zeros(3)}
@@ -291,7 +292,7 @@ def test_memory_is_bounded_while_many_versions_are_on_probation(make_bench):
     """Without held-out events probation does not end."""
     bench = make_bench(holdout_fraction=0.0)
     for number in range(1, 1001):
-        bench.gate.record_published(number, {}, np.empty(0), bench.holdout.held, Verdict("inconclusive"))
+        bench.gate.record_published(number, {}, NO_SCORES, bench.holdout.held, Verdict("inconclusive"))
         bench.gate.monitor(bench.holdout.held)
     sizes = {name: len(value) for name, value in vars(bench.gate.monitored).items() if hasattr(value, "__len__")}
     assert max(sizes.values()) < 10, sizes

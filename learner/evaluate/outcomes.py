@@ -1,0 +1,206 @@
+"""Outcomes of a model's outputs, from which measures follow: of held-out events, and of new ones before training.
+
+Legend: B events, G held-out ones, C classes, K columns of an outcome.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.core.errors import SettingsError
+from anabranch.ingest.events.block import Array
+from anabranch.ingest.events.schema import Label, Schema
+from anabranch.learner.evaluate.measures import (
+    Estimate,
+    FadedCounts,
+    Kind,
+    Measure,
+    Outcomes,
+    Window,
+    measure_of,
+    measures_of,
+)
+from anabranch.learner.model.task import Classification, MultiLabel, Regression, Task
+
+_MOST_LABELS = 256
+"""With more classes of several labels there are no measures: an outcome has a number for each."""
+_TOP = 5
+_WINDOW = 5000
+_HALF_LIFE = 50_000.0
+_WAITING, _WAITING_BYTES = 500, 1 << 20
+"""Events whose predictions are copied to the host at once, and bytes on the device that they take at most."""
+_SHARE = 100
+"""Estimates take at most 1 / `_SHARE` of a processor."""
+
+
+def kind_of(task: Task, classes: int | None) -> Kind | None:
+    """Return what a task predicts; None where no measure is known for it, as for one label at each position."""
+    if isinstance(task, Classification):
+        return "two-classes" if classes == 2 else "classes"
+    if isinstance(task, MultiLabel):
+        return "labels" if classes is not None and classes <= _MOST_LABELS else None
+    return "number" if isinstance(task, Regression) else None
+
+
+def predicted_by(kind: Kind, output_B: Tensor, label_B: Tensor) -> Tensor:
+    """Return the predictions of `Outcomes`, float32 `[B, K]`, from an output and labels on the same device."""
+    output = output_B.detach().float()
+    if kind == "two-classes":
+        return output[:, 1:2] - output[:, 0:1]
+    if kind != "classes":
+        return output.reshape(len(output), -1)
+    log_BC = output.log_softmax(dim=1)
+    best_B, class_B = log_BC.max(dim=1)
+    of_label_B1 = log_BC.gather(1, label_B.long()[:, None])
+    above_B = (log_BC >= of_label_B1).sum(dim=1) - 1
+    return torch.stack([class_B.float(), best_B.exp(), of_label_B1[:, 0], above_B.float()], dim=1)
+
+
+class TaskMeasures:
+    """The measures of a pipeline's task. Immutable."""
+
+    def __init__(self, task: Task, label: Label, *, groups: bool = False, named: Iterable[str] = ()) -> None:
+        """Take the usual ones, and those that `gate.measures` names; `groups`: whether the schema has a group.
+
+        Raises:
+            SettingsError: the task has no such measure.
+        """
+        self.kind = kind_of(task, label.classes)
+        self.columns = {"two-classes": 1, "classes": 4, "number": 1, "labels": label.classes or 0, None: 0}[self.kind]
+        """K; 0 where the task has no measures."""
+        self.each: dict[str, Measure] = {}
+        names = measures_of(self.kind, groups=groups) if self.kind is not None else ()
+        if self.kind == "classes" and (label.classes or 0) <= _TOP:
+            names = tuple(name for name in names if name != f"top_{_TOP}")  # it is always 1
+        for name in dict.fromkeys([*names, *named]):
+            if self.kind is None:
+                raise SettingsError(f'gate.measures: "{name}" is no measure of this task, which has none; remove it')
+            try:
+                self.each[name] = measure_of(name, self.kind, groups=groups)
+            except ValueError as exc:
+                raise SettingsError(f"gate.measures: {exc}") from exc
+        self._groups = groups
+
+    @classmethod
+    def of(cls, task: Task, schema: Schema, named: Iterable[str] = ()) -> "TaskMeasures":
+        """Return those of a task and a schema; raises as the constructor does."""
+        return cls(task, schema.label, groups=bool(schema.group), named=named)
+
+    def outcomes(self, predicted_GK: NDArray[Any], columns: Mapping[str, Array]) -> Outcomes:
+        """Return the outcomes of G events, columns `[G, ...]`; those that are not finite are among them."""
+        assert self.kind is not None
+        group = columns["group_hash"].astype(np.uint64) if self._groups else None
+        return Outcomes(self.kind, predicted_GK, columns["label"], group)
+
+
+class Predictions(NamedTuple):
+    """Outputs for B events before training on them, on any device, and their labels."""
+
+    kind: Kind
+    output_B: Tensor
+    label_B: NDArray[Any]
+    group_B: NDArray[Any] | None
+
+
+def predictions_of(
+    task: Task, output_B: Tensor, label_B: NDArray[Any], group_B: NDArray[Any] | None = None
+) -> tuple[Predictions, ...]:
+    """Return the predictions of B events; none where no measure is known for the task."""
+    kind = kind_of(task, output_B.shape[1] if output_B.ndim == 2 else None)
+    return () if kind is None or not len(label_B) else (Predictions(kind, output_B, label_B, group_B),)
+
+
+def _joined(parts: Sequence[Predictions]) -> Outcomes:
+    """Return the outcomes of predictions of one kind, at least of one, which are copied to the host together."""
+    kind = parts[0].kind
+    output, label = torch.cat([part.output_B.detach() for part in parts]), np.concatenate([p.label_B for p in parts])
+    groups = [np.zeros(len(p.label_B), np.uint64) if p.group_B is None else p.group_B for p in parts]
+    with torch.no_grad():
+        on_device = torch.from_numpy(label).to(output.device) if kind == "classes" else output
+        predicted = predicted_by(kind, output, on_device).cpu().numpy()
+    return Outcomes(kind, predicted, label, np.concatenate(groups))
+
+
+class StreamOutcomes:
+    """The outcomes of new events before training on them: of the newest ones, and faded counts of two classes.
+
+    Predictions wait until there are some hundred. The window is not in checkpoints, and begins again. Used by one
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Predictions] = []
+        self._rows = self._bytes = 0
+        self._window: Window | None = None
+        self.faded = FadedCounts(_HALF_LIFE)
+
+    def add(self, new: Sequence[Predictions]) -> None:
+        """Add the predictions of new events, of one kind in all calls."""
+        for each in new:
+            self._waiting.append(each)
+            self._rows += len(each.label_B)
+            self._bytes += each.output_B.nbytes
+        if self._rows >= _WAITING or self._bytes >= _WAITING_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add what waits to be added."""
+        if not self._waiting:
+            return
+        new, self._waiting, self._rows, self._bytes = _joined(self._waiting), [], 0, 0
+        if self._window is None:
+            self._window = Window(new.kind, new.predicted.shape[1], new.label.shape[1:], _WINDOW)
+        self._window.add(new)
+        if new.kind == "two-classes":
+            self.faded.add(new)
+
+    @property
+    def newest(self) -> Outcomes | None:
+        """The outcomes of the newest 5,000 events of this process; None before the first."""
+        self.settle()
+        return None if self._window is None else self._window.outcomes
+
+    def estimate(self, window: str, measure: Measure) -> Estimate | None:
+        """Return a measure of the window `now`, of the newest events, or `faded`; None where it is not known."""
+        self.settle()
+        if window == "faded":
+            return self.faded.estimate(measure)
+        return None if (newest := self.newest) is None else measure.estimate(newest)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        self.settle()
+        return self.faded.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self.faded.restore(state)
+
+
+class Estimates:
+    """Estimates of measures by window, of which one is renewed after the other. Used by one thread; any may read."""
+
+    def __init__(self, windows: Mapping[str, Sequence[Measure]]) -> None:
+        each = [(window, measure) for window, measures in windows.items() for measure in measures]
+        self._turns, self._count = itertools.cycle(each), len(each)
+        self._rested_at = 0.0
+        self.now: Mapping[tuple[str, str], Estimate] = {}
+        """By the name of the measure and the window; it is replaced, not changed."""
+
+    def renew(self, estimate: Callable[[str, Measure], Estimate | None]) -> None:
+        """Renew estimates, each once at most, until they have taken their share of the time."""
+        for _ in range(self._count):
+            if time.monotonic() < self._rested_at:
+                return
+            window, measure = next(self._turns)
+            begin = time.thread_time()
+            found = estimate(window, measure)
+            self._rested_at = time.monotonic() + (_SHARE - 1) * (time.thread_time() - begin)
+            others = {key: each for key, each in self.now.items() if key != (measure.name, window)}
+            self.now = others if found is None else {**others, (measure.name, window): found}

@@ -1,0 +1,209 @@
+"""Verdicts by measures: between versions whose accuracy is the same."""
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.core.errors import SettingsError
+from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.evaluate.holdout import YOUNG, HoldoutRows
+from anabranch.learner.evaluate.measures import Outcomes, measure_of
+from anabranch.learner.evaluate.outcomes import TaskMeasures
+from anabranch.learner.evaluate.scoring import Scorer
+from anabranch.learner.model.task import Classification, Regression, TokenClassification
+from anabranch.learner.settings.learner import GateSettings
+from anabranch.learner.versions.gate import MeasureChoice
+from anabranch.learner.versions.verdict import GateInput, judge
+
+ROWS = 2000
+SEPARATION = 1.5
+"""Distance of the means of both classes, in standard deviations: an ROC AUC of 0.86."""
+
+
+class Payments:
+    """Held-out events of rare positives, and versions that know their risk up to some noise."""
+
+    def __init__(self, positives, seed, rows=ROWS):
+        self.random = np.random.default_rng(seed)
+        self.label = np.zeros(rows, np.int64)
+        self.label[self.random.permutation(rows)[:positives]] = 1
+        self.risk = self.random.normal(size=rows) + SEPARATION * self.label
+
+    def version(self, noise):
+        """Log-odds that are calibrated, up to their prior."""
+        seen = self.risk + noise * self.random.normal(size=len(self.risk))
+        odds = (SEPARATION * seen - SEPARATION**2 / 2) / (1 + noise**2)
+        prior = np.log(self.label.mean() / (1 - self.label.mean()))
+        return Outcomes("two-classes", (odds + prior)[:, None], self.label)
+
+    def verdict(self, candidate, served, measures, best=None):
+        """Judge: no version calls any event positive, so that all have the same accuracy."""
+        score = (self.label == 0).astype(float)
+        new = np.arange(len(score)) >= len(score) - len(score) // YOUNG
+        outcomes = {"candidate": candidate, "served": served} | ({} if best is None else {"best": best})
+        each = [(measure_of(name, "two-classes"), limit) for name, limit in measures.items()]
+        best_scores = None if best is None else score
+        inputs = GateInput(score, score, best_scores, new, ~new, {}, measures=each, outcomes=outcomes)
+        return judge(inputs, GateSettings(), bounded=True)
+
+
+def failed(positives, noise, *, count, measure, limit=0.01, of_served=0.0):
+    """Return the part of versions with a noise that fails, and the mean drop of their measure."""
+    fails, drops = 0, []
+    for seed in range(count):
+        payments = Payments(positives, seed)
+        verdict = payments.verdict(payments.version(noise), payments.version(of_served), {measure: limit})
+        fails += verdict.verdict == "fail"
+        drops.append(verdict.numbers[f"{measure}_drop"])
+    return fails / count, float(np.mean(drops))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", ["roc_auc", "average_precision"])
+@pytest.mark.parametrize("noise", [0.05, 0.3])
+def test_of_1000_versions_that_are_as_good_10_fail_at_most(measure, noise):
+    share, drop = failed(40, noise, of_served=noise, count=1000, measure=measure)
+    assert abs(drop) < 0.002
+    assert share <= 0.01 + 2.33 * np.sqrt(0.01 / 1000)  # of a rate of 1 %, chance exceeds that once in 100 times
+
+
+@pytest.mark.slow
+def test_a_version_that_ranks_worse_is_held_back_once_there_are_enough_positives():
+    """Its ROC AUC is 0.02 lower; 40 positives cannot show that, whatever the test: its standard error is 0.013."""
+    few, drop = failed(40, 0.45, count=300, measure="roc_auc")
+    assert drop == pytest.approx(0.02, abs=0.003)
+    assert 0.1 <= few <= 0.35
+    many, _ = failed(400, 0.45, count=300, measure="roc_auc")
+    assert many >= 0.95
+
+
+def test_a_constant_version_fails_whatever_its_accuracy():
+    payments = Payments(40, 0)
+    constant = Outcomes("two-classes", np.full((ROWS, 1), -4.0), payments.label)
+    good = payments.version(0.1)
+    verdict = payments.verdict(constant, good, {"average_precision": 0.01})
+    assert verdict.verdict == "fail"
+    assert verdict.reasons[-1] == "it answers the same for all 2000 held-out events"
+    assert verdict.reasons[0].startswith("worse than the served version by average_precision: 0.")
+    assert verdict.numbers["average_precision"] == pytest.approx(0.02)
+    neither = payments.verdict(constant, constant, {"average_precision": 0.01})
+    assert (neither.verdict, neither.reasons) == ("inconclusive", ["it answers the same for all 2000 held-out events"])
+    assert payments.verdict(good, constant, {"average_precision": 0.01}).verdict == "pass"
+
+
+def test_a_version_that_ranks_worse_at_the_same_accuracy_fails():
+    payments = Payments(200, 1)
+    assert payments.verdict(payments.version(1.5), payments.version(0.1), {}).verdict == "pass"
+    for measure in ("average_precision", "roc_auc", "log_loss", "recall_at_budget_10"):
+        verdict = payments.verdict(payments.version(1.5), payments.version(0.1), {measure: 0.01})
+        assert verdict.verdict == "fail", measure
+        assert verdict.numbers[f"{measure}_drop"] > 0
+        assert f"by {measure}: " in verdict.reasons[0]
+
+
+def test_small_drops_do_not_add_up():
+    """The served version is as bad; the best one of late is not."""
+    payments = Payments(200, 2)
+    worse, good = payments.version(1.5), payments.version(0.1)
+    verdict = payments.verdict(worse, worse, {"average_precision": 0.02}, best=good)
+    assert verdict.verdict == "fail"
+    assert verdict.reasons[0].startswith("worse than the best version served lately by average_precision")
+    assert verdict.numbers["best_average_precision_rival"] > verdict.numbers["average_precision_rival"]
+
+
+def test_events_without_a_finite_prediction_do_not_count():
+    payments = Payments(200, 3)
+    served = payments.version(0.1)
+    served.predicted[:3] = np.nan
+    verdict = payments.verdict(payments.version(0.1), served, {"average_precision": 0.02})
+    assert verdict.verdict in {"pass", "inconclusive"}
+    assert np.isfinite(verdict.numbers["average_precision_drop"])
+
+
+def test_without_positives_the_verdict_is_inconclusive():
+    payments = Payments(0, 4)
+    odds = Outcomes("two-classes", payments.risk[:, None], payments.label)
+    verdict = payments.verdict(odds, odds, {"average_precision": 0.02})
+    assert (verdict.verdict, verdict.reasons) == (
+        "inconclusive",
+        ["average_precision is not defined on these held-out events"],
+    )
+
+
+def schema_of(classes):
+    given = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": classes}}
+    return Schema(SchemaSettings.model_validate(given))
+
+
+def choice_of(measures, task=None, classes=2):
+    settings = GateSettings.model_validate({"measures": measures})
+    names = () if measures == "auto" else measures
+    return MeasureChoice(settings, TaskMeasures.of(task or Classification(), schema_of(classes), names), "accuracy")
+
+
+def rows_with(share, rows=2000):
+    label = np.zeros(rows, np.int64)
+    label[rows - rows // YOUNG :][: round(share * (rows // YOUNG))] = 1
+    return HoldoutRows([{"label": label, "hash": np.arange(rows)}], rows, classes=True)
+
+
+def test_average_precision_decides_where_positives_are_rare():
+    choice = choice_of("auto")
+    assert (choice.name, choice.why) == ("accuracy", "too few events are held out")
+    choice.follow(rows_with(0.5, rows=40))
+    assert choice.name == "accuracy"
+    for share, name in ((0.3, "accuracy"), (0.1, "average_precision"), (0.22, "average_precision"), (0.3, "accuracy")):
+        choice.follow(rows_with(share))
+        assert choice.name == name
+        assert choice.why == f"{share:.1%} of the newest held-out labels are class 1"
+    assert [limit for _, limit in choice.now] == []
+
+
+def test_what_the_settings_name_decides():
+    choice = choice_of({"log_loss": 0.03, "recall_at_budget_5": 0.1})
+    choice.follow(rows_with(0.5))
+    assert [(measure.name, limit) for measure, limit in choice.now] == [("log_loss", 0.03), ("recall_at_budget_5", 0.1)]
+    assert (choice.name, choice.why) == ("log_loss", "gate.measures names it")
+    assert (choice_of({}).name, choice_of({}).why) == ("accuracy", "gate.measures is empty")
+    assert choice_of("auto", classes=10).why == "it is not one of two classes"
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "words"),
+    [
+        (Classification(), "auc", 'gate.measures: "auc" is no measure of this task, which has average_precision, roc_'),
+        (Regression(), "roc_auc", 'gate.measures: "roc_auc" is no measure of this task, which has mae, rmse, pinball'),
+        (Classification(), "ndcg_10", 'gate.measures: "ndcg_10" is no measure of this task'),
+        (TokenClassification(), "ece", 'gate.measures: "ece" is no measure of this task, which has none; remove it'),
+        (Classification(), "recall_at_budget_0", 'gate.measures: the number of the measure "recall_at_budget_0"'),
+    ],
+)
+def test_a_measure_that_the_task_has_not_is_refused_in_one_sentence(task, name, words):
+    with pytest.raises(SettingsError, match=words) as caught:
+        TaskMeasures.of(task, schema_of(2), [name])
+    assert "\n" not in str(caught.value)
+
+
+def test_measures_of_a_version_are_those_of_its_outputs():
+    """Through the scorer, whose outcomes come out of the same pass as the scores."""
+    schema, random = schema_of(2), np.random.default_rng(5)
+    x = random.normal(size=500).astype(np.float32)
+    label = (random.random(500) < 1 / (1 + np.exp(-3 * x))).astype(np.int64)
+    scorer = Scorer(_OnX(), Classification(), schema, torch.device("cpu"))
+    columns = {"feature.x": x, "label": label, "hash": np.arange(500)}
+    found = scorer.score_and_find(_OnX().state_dict(), columns)
+    assert found.predicted[:, 0] == pytest.approx(3 * x, abs=1e-5)
+    expected = Outcomes("two-classes", 3 * x[:, None], label)
+    outcomes = scorer.measures.outcomes(found.predicted, columns)
+    for name, measure in scorer.measures.each.items():
+        assert measure.value(outcomes) == pytest.approx(measure.value(expected), abs=1e-5), name
+
+
+class _OnX(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x):
+        return torch.stack([torch.zeros_like(x), self.slope * x], dim=1)
