@@ -1,8 +1,8 @@
 """Stream: predictions from topic to topic.
 
 Rate: messages that wait in a topic, packed rows of 784 floats, one event each, answered at `max_batch` 64 by an MLP of
-1.0 M weights, over the rows a second of the same model alone on batches of 64 rows, with one thread of torch. Both take
-turns, since other programs use the machine too; the rate of answers is that of its committed answers.
+1.0 M weights, over the rows a second of the same version alone on batches of 64 rows. Both have one thread of torch and
+take turns, since other programs use the machine too.
 
 Latency: single messages, 20 a second, from before they are sent until a reader of committed records has the answer.
 `kafka` is the same for a message that is only copied: read, and written in a transaction, without a model. The added
@@ -23,12 +23,14 @@ import numpy as np
 import torch
 from confluent_kafka import Consumer, Producer, TopicPartition
 
+from anabranch.config.loader import load_config
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.rows import row_dtype
 from anabranch.ingest.kafka.producer import create_topics
 from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.serving.__main__ import deployment_of
+from anabranch.serving.model.loaded_version import load_version
 from anabranch.serving.reporting.report import read_report
-from benchmarks.harness import models
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.pipeline import BrokenRunError
 from benchmarks.harness.results import Form, Results, Target
@@ -53,40 +55,27 @@ def measure(results: Results, form: Form, bootstrap: str) -> None:
     results.title(f"stream: topic to topic, an MLP {_WIDTHS}, max_batch {_MAX_BATCH}")
     with tempfile.TemporaryDirectory(dir=".", prefix="stream-") as folder:
         bench = _Bench(Path(folder).resolve(), bootstrap)
-        with bench.server():
+        with bench.server() as server:
             bench.answer(messages // 5)  # warm-up
-            rates, alone, ratios = [], [], []
+            rates, alone, ratios, busy = [], [], [], []
             for _ in range(rounds):
-                before = model_rate()
+                (first, first_busy), before = bench.model_rate(), server.busy_seconds()
                 rates.append(bench.answer(messages))
-                alone.append((before + model_rate()) / 2)
+                spent = (server.busy_seconds() - before) / messages
+                last, last_busy = bench.model_rate()
+                alone.append((first + last) / 2)
                 ratios.append(rates[-1] / alone[-1])
+                busy.append(spent / ((first_busy + last_busy) / 2))
             results.add("stream_answers_per_second", Spread.of(rates))
             results.add("stream_model_rows_per_second", Spread.of(alone), "batches of 64 rows, nothing else")
             results.add("stream_rate_over_model", Spread.of(ratios))
+            results.add("stream_busy_over_model", Spread.of(busy), "CPU time of a message, all threads of the server")
             ours = bench.latency(bench.input, bench.output, latencies)
         with bench.copier() as (source, target):
             copied = bench.latency(source, target, latencies)
     results.add("stream_p50_seconds", statistics.median(ours), "from append to the committed answer")
     results.add("stream_kafka_p50_seconds", statistics.median(copied), "the same of a copy without a model")
     results.add("stream_added_p50_seconds", statistics.median(ours) - statistics.median(copied))
-
-
-def model_rate(seconds: float = 2.0) -> float:
-    """Return the rows a second of the model alone, with one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        module, batch = models.mlp(_WIDTHS).eval(), torch.rand(_MAX_BATCH, 784)
-        with torch.inference_mode():
-            module(batch)
-            begin, runs = time.perf_counter(), 0
-            while time.perf_counter() - begin < seconds:
-                module(batch).softmax(1)
-                runs += 1
-        return runs * _MAX_BATCH / (time.perf_counter() - begin)
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Bench:
@@ -105,18 +94,36 @@ class _Bench:
         path = root / "pipeline.toml"
         stream = f'{{"bootstrap_servers" = "{bootstrap}", "format" = "rows", '
         path.write_text(path.read_text().replace('stream = {"topics"', f'stream = {stream}"topics"', 1))
+        deployment = deployment_of(load_config(path))
+        self._version = load_version(deployment, deployment.versions.manifest(1), _MAX_BATCH)
         row = np.zeros(1, row_dtype(Schema(SchemaSettings.model_validate(_SCHEMA))))
         row["x"] = np.random.default_rng(0).random((1, 784), np.float32)
         self._value = row.tobytes()
         self._producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 5, "acks": "all"})
 
+    def model_rate(self, seconds: float = 2.0) -> tuple[float, float]:
+        """Return the rows a second of the version alone, with one thread, and the CPU time of a row."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            batches = np.random.default_rng(0).random((50, _MAX_BATCH, 784), np.float32)
+            self._version.run({"x": batches[0]})
+            begin, busy, runs = time.perf_counter(), time.thread_time(), 0
+            while time.perf_counter() - begin < seconds:
+                self._version.run({"x": batches[runs % len(batches)]})
+                runs += 1
+            rows = runs * _MAX_BATCH
+            return rows / (time.perf_counter() - begin), (time.thread_time() - busy) / rows
+        finally:
+            torch.set_num_threads(threads)
+
     @contextlib.contextmanager
-    def server(self) -> Iterator[None]:
+    def server(self) -> Iterator[ServingProcess]:
         """Run the server; return once it has partitions."""
         with ServingProcess(self._root) as server:
             server.wait()
             self._until(lambda: self._report().partitions == _PARTITIONS, "partitions")
-            yield
+            yield server
 
     def answer(self, messages: int) -> float:
         """Send messages, and return how many a second are answered once all are sent, by the answers' record times."""

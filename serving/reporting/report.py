@@ -42,7 +42,7 @@ class AnswersReport(msgspec.Struct, frozen=True, kw_only=True):
     lag: int
     """Messages that are not answered yet."""
     p50_seconds: float | None = None
-    """Of the last minute's answers, from record time to commit; None without any."""
+    """Of recent answers, from record time to commit; None without any."""
     p99_seconds: float | None = None
 
 

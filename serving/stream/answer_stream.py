@@ -305,7 +305,8 @@ class _Membership:
                 self._raise_error()
                 if not self._may_read():
                     continue
-            fetched = [each for each in reader.poll(_POLL, min(_MOST_READ, stream.settings.max_in_flight)) if len(each)]
+            room = stream.settings.max_in_flight - self._in_flight
+            fetched = [each for each in reader.poll(_POLL, min(_MOST_READ, room)) if len(each)]
             if fetched:
                 self._take(fetched, reader)
             if time.monotonic() >= lag_due or stream.partitions != reader.assigned():

@@ -17,7 +17,10 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.rows import row_dtype
 from anabranch.ingest.kafka.confluent import read_process_write
 from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.serving.reporting.report import read_report
+from tests import forkserver
 from tests.serving.conftest import Publisher
+from tests.support.topics import TopicFactory
 
 pytest.importorskip("confluent_kafka")
 
@@ -230,6 +233,47 @@ def test_servers_divide_the_partitions_and_one_that_stops_loses_no_message(
         records = answers(consume_all, stream, 90)
         eventually(lambda: first.report().stream.partitions == 2)
     assert len(sources(records)) == len(set(sources(records))) == 90
+
+
+@pytest.mark.slow
+def test_a_broker_that_is_killed_costs_time_alone(mortal_kafka, numbers, served, produce, consume_all, eventually):
+    stream = Stream(mortal_kafka.bootstrap, TopicFactory(mortal_kafka.bootstrap, "killed"))
+    publisher = stream.of(numbers)
+    publisher.publish(1)
+    with served(publisher, stream=stream.settings()) as running:
+        produce(stream.bootstrap, stream.input, [event(i) for i in range(500)])
+        eventually(lambda: running.report().stream.messages.get("answered"))
+        mortal_kafka.kill()
+        eventually(lambda: running.report().problems)
+        mortal_kafka.start()
+        produce(stream.bootstrap, stream.input, [event(i) for i in range(500)], partition=1)
+        eventually(lambda: stream.committed() == 1000)
+        eventually(lambda: running.report().problems == [])
+        records = answers(consume_all, stream, 1000)
+    assert sources(records) == sorted(f"{stream.input}[{p}]@{i}" for p in range(2) for i in range(500))
+
+
+@pytest.mark.process
+def test_workers_divide_the_partitions_and_report_the_sum(stream, pipeline, numbers, produce, consume_all, eventually):
+    answering = f'workers = 2\n[serving.stream]\ntopics = ["{stream.input}"]\noutput = "{stream.output}"\n'
+    path = pipeline(more=answering)
+    text = path.read_text().replace("[stream]", f'[stream]\nbootstrap_servers = "{stream.bootstrap}"')
+    path.write_text(
+        text.replace('topics = ["events"]', f'topics = ["events"]\ndead_letter_topic = "{stream.input}.dead"')
+    )
+    numbers.publish(1)
+    with (path.parent / "log").open("w") as log:
+        process = forkserver.start(["-m", "anabranch.serving", "-c", str(path)], stderr=log, start_new_session=True)
+    try:
+        state_dir = numbers.deployment.state_dir
+        eventually(lambda: (r := read_report(state_dir)) and r.stream and r.stream.partitions == 2)
+        for partition in range(2):
+            produce(stream.bootstrap, stream.input, [event(i) for i in range(30)], partition=partition)
+        assert len(set(sources(answers(consume_all, stream, 60)))) == 60
+        eventually(lambda: read_report(state_dir).stream.messages == {"answered": 60})
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
 
 
 def test_latency_and_counts_are_in_the_metrics(stream, numbers, served, produce, consume_all, eventually):
