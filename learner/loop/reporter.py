@@ -27,6 +27,7 @@ from anabranch.learner.model.features.learned import LearnedFeatures, features_o
 from anabranch.learner.model.features.numbers import FELL, LearnedNumber
 from anabranch.learner.state_dir.lock import check_generation
 from anabranch.learner.status.report import (
+    FEWEST_COMPARED,
     BackfillReport,
     BaselineReport,
     DeviceHealthReport,
@@ -111,6 +112,8 @@ class Reporter:
         """Whether events waited to be read, at each mark."""
         self._full_rates: dict[str, float] = {}
         self._unusable: list[str] = []
+        self._worse: list[str] = []
+        """That the model is worse than a baseline, one sentence each."""
         self.problem: str | None = None
         """One sentence when the last report could not be written."""
         publisher = parts.publisher
@@ -143,7 +146,7 @@ class Reporter:
 
     def warnings(self) -> list[str]:
         """One sentence for each workaround that the learner applied, or early warning. Thread-safe."""
-        return self._sentences("warning")
+        return self._sentences("warning") + self._worse
 
     def _sentences(self, kind: str) -> list[str]:
         found = [sentence for component in self._monitored if (sentence := getattr(component, kind, None))]
@@ -195,6 +198,13 @@ class Reporter:
         self._waited.append(_waits(partitions, lag_age))
         if all(self._waited) and len(self._waited) == _RATE_MARKS and rates["steps"]:
             self._full_rates = rates
+        baselines = self._baselines()
+        self._worse = [
+            f"on new events the model is {each.comparison}, in which no feature has a part: check that the features "
+            "say something of the label, and that the loss falls"
+            for each in baselines.values()
+            if each.worse and loop.state.rows_new >= FEWEST_COMPARED
+        ]
         checkpoints, checkpoint_seconds = _observed(self._metrics.learner.checkpoint)
         windows, classification = self._windows(), loop.monitor.bounded
         report = msgspec.structs.replace(
@@ -219,7 +229,7 @@ class Reporter:
             backfill=self._backfill.report(parts.source.history),
             accuracy=windows if classification else {},
             error={} if classification else _errors(windows),
-            baselines=self._baselines(),
+            baselines=baselines,
             measures=self._measures(),
             measure=publisher.gate.choice.name,
             measure_reason=publisher.gate.choice.why,

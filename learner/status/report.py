@@ -20,6 +20,8 @@ from anabranch.core.reported import Reported, ReportedBy
 from anabranch.learner.device.reading import DeviceReport
 
 REPORT = "learner.json"
+FEWEST_COMPARED = 1000
+"""Events on which a model has been trained before anybody is warned that it is worse than a baseline."""
 LAG_STALE = timedelta(seconds=10)
 """Lag that is older is not reported as current. Ingest asks for the end offsets of partitions every second."""
 Judged = Literal[

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from anabranch.learner.status.report import LearnerReport, no_better
+from anabranch.learner.status.report import FEWEST_COMPARED, LearnerReport, no_better
 from anabranch.serving.reporting.report import ServingReport
 
 SILENT = timedelta(seconds=10)
@@ -56,8 +56,6 @@ _ROUGHLY = (
     (timedelta(minutes=1), "a minute"),
     (timedelta(seconds=10), "10 seconds"),
 )
-_FEWEST = 1000
-"""Events on which a model has been trained before it is compared with the constant answer."""
 
 
 def _behind(learner: LearnerReport, serving: ServingReport) -> list[str]:
@@ -72,7 +70,7 @@ def _behind(learner: LearnerReport, serving: ServingReport) -> list[str]:
 def _of_little_use(learner: LearnerReport) -> list[str]:
     """Say that the model is no better than one constant answer, on the events that judge it best."""
     constant = learner.baselines.get("constant")
-    if constant is None or learner.outcomes.get("trained", 0) < _FEWEST:
+    if constant is None or learner.outcomes.get("trained", 0) < FEWEST_COMPARED:
         return []
     if constant.worse:
         return [f"The model is worse than {constant.rule}."]

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import hashlib
+import os
 import re
 import shutil
 import time
@@ -22,6 +23,7 @@ from anabranch.learner.object_storage.fleet import FleetRollout, FleetServer, Ro
 from anabranch.learner.settings.storage import StorageSettings
 from anabranch.learner.status.report import (
     BackfillReport,
+    BaselineReport,
     DeviceHealthReport,
     LabelReport,
     LearnerReport,
@@ -240,6 +242,42 @@ def test_in_a_browser_regression_shows_the_error(browser, numbers, served):
         assert page.text_content("#hero-title") == "Absolute error"
         assert page.text_content("[data-figure=accuracy_now]") == "3.25"
         assert page.locator("[data-line=worst]").count() == 0
+        page.close()
+
+
+def test_in_a_browser_the_head_says_how_the_model_compares_and_how_far_it_is_behind(browser, numbers, served):
+    numbers.publish(1)
+    constant = BaselineReport(
+        rule="always answering 0",
+        scores={"now": 0.994, "overall": 0.9938, "old": 0.9945},
+        comparison="worse than always answering 0 by 0.2 points",
+        worse=True,
+    )
+    last = BaselineReport(
+        rule="the last label", scores={"now": 0.988}, comparison="better than the last label by 0.4 points"
+    )
+    report = learner_report(
+        outcomes={"trained": 5000},
+        accuracy={"now": 0.992, "old": 0.9921, "worst": 0.0},
+        baselines={"constant": constant, "last_label": last},
+        lag_seconds=425.0,
+    )
+    write_report(numbers.deployment.state_dir, report)
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(
+            page, "What is served is more than a minute behind the stream. The model is worse than always answering 0."
+        )
+        facts = page.text_content("#meta")
+        assert "now worse than always answering 0 by 0.2 points, better than the last label by 0.4 points" in facts
+        assert "7 min 5 s behind" in facts
+        assert "always answering 0: 0.994" in page.text_content("#legend")
+        for width in (1440, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            if folder := os.environ.get("SHOTS"):
+                page.screenshot(path=f"{folder}/{width}.png")
         page.close()
 
 

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from anabranch.commands.backtest.batches import Numbering, rows_of
 from anabranch.commands.backtest.delayed_labels import POLICIES, DelayedRun, LabelDelay, Policy
-from anabranch.commands.backtest.runs import BacktestPoint, BacktestRun, LabelledRun, without_replay
+from anabranch.commands.backtest.runs import BacktestBaseline, BacktestPoint, BacktestRun, LabelledRun, without_replay
 from anabranch.commands.backtest.training import BacktestTraining, without_teacher
 from anabranch.commands.event_files.files import EventFile, FileRecord, SourceFormat, open_source
 from anabranch.config.loader import Config
@@ -74,6 +75,8 @@ class BacktestResult:
     """Events without a label, or that the pipeline cannot use."""
     first_fault: str | None = None
     """Why the first unusable event could not be used."""
+    baselines: list[BacktestBaseline] = field(default_factory=list)
+    """What needs no model, on the events of the run of the settings."""
     runs: list[BacktestComparison] = field(default_factory=list)
     """The run of the settings, whose points these are, and those that it is compared with."""
 
@@ -144,6 +147,7 @@ def run_backtest(
         why = f"; the first that cannot be used: {result.first_fault}" if result.first_fault else ""
         raise SettingsError(f"{path} has no event with a label that the pipeline can use{why}")
     result.points = _thinned(points, every or max(1, result.events // 20))
+    result.baselines = runs[0].run.score.compared()
     result.runs = [each.comparison() for each in runs]
     return result
 
@@ -154,14 +158,20 @@ def render_backtest(result: BacktestResult) -> RenderableType:
     table = _table("events", f"recent {result.score}", f"overall {result.score}", "loss")
     for point in result.points:
         table.add_row(f"{point.events:,}", shown.format(point.recent), shown.format(point.overall), f"{point.loss:.4g}")
+    lines = [
+        f"{each.rule}: recent {shown.format(each.recent)}, overall {shown.format(each.overall)}"
+        + (f"; of late the model is {each.comparison}" if each.comparison else "")
+        for each in result.baselines
+    ]
+    found = Group(table, "", *(Text(line) for line in lines))
     if len(result.runs) == 1:
-        return table
+        return found
     compared = _table("labels", "replay", f"overall {result.score}", "overall loss")
     for run in result.runs:
         compared.add_row(
             run.policy, "yes" if run.replay else "no", shown.format(run.overall), f"{run.overall_loss:.4f}"
         )
-    return Group(compared, "", table)
+    return Group(compared, "", found)
 
 
 def _table(*names: str) -> Table:

@@ -32,6 +32,17 @@ class BacktestPoint:
     """Since the first event."""
 
 
+@dataclass(frozen=True)
+class BacktestBaseline:
+    """A rule that needs no features, on the same events and windows."""
+
+    rule: str
+    recent: float
+    overall: float
+    comparison: str
+    """How the model compares in the recent window; empty where that is not known."""
+
+
 class Score:
     """The scores of a run over the events so far."""
 
@@ -43,6 +54,16 @@ class Score:
         self._events = 0
         self.points: list[BacktestPoint] = []
         """One for each batch that was scored."""
+
+    def compared(self) -> list[BacktestBaseline]:
+        """Return what the baselines have at the end."""
+        found, score = [], self._measured.score
+        for index, rule in enumerate(self.baselines.rules.values()):
+            if windows := score.other_windows(index):
+                recent, overall = self._sign * windows["now"], self._sign * windows["overall"]
+                words, _ = self._measured.against(index, rule)
+                found.append(BacktestBaseline(rule, recent, overall, words))
+        return found
 
     def add(self, rows: int, scored: Scored | None) -> None:
         """Add the score of a batch of `rows` events, or None where the step was not finite."""

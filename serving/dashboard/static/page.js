@@ -181,6 +181,10 @@ function render() {
     !learner ? "no learner" : health.silent ? `last report of the learner ${age(status.time - learner.time)} ago` : `learning for ${age(learner.time - learner.started)}`,
     `serving for ${age(serving.time - serving.started)}`,
   ];
+  const compared = Object.values(learner?.baselines ?? {}).map((each) => each.comparison).filter(Boolean);
+  const late = Math.max(learner?.lag_seconds ?? 0, serving.freshness_p50_seconds ?? 0);
+  if (compared.length && !health.silent) facts.push(`now ${compared.join(", ")}`);
+  if (late >= 10 && !health.silent) facts.push(`${age(late)} behind`);
   $("meta").replaceChildren(...facts.map((text) => element("span", {}, text)));
   figure("served", known(serving.version) ? `Serves version ${serving.version}` : "");
   const rejected = learner?.outcomes.dead_lettered ?? 0;

@@ -68,7 +68,11 @@ def test_accuracy_rises_over_the_file(run, file):
 def test_the_screen_is_a_table(run, file):
     lines = run(file)[1].splitlines()
     assert lines[0].split() == ["events", "recent", "accuracy", "overall", "accuracy", "loss"]
-    assert lines[-1].split()[0] == "2,000"
+    assert lines[-4].split()[0] == "2,000"
+    assert lines[-3] == ""
+    assert lines[-2].startswith("always answering ")
+    assert lines[-1].startswith("the last label: recent ")
+    assert "; of late the model is better than the last label by " in lines[-1]
 
 
 def test_each_event_is_scored_before_it_is_trained_on(example, file):
