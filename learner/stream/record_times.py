@@ -31,7 +31,11 @@ class RecordTimes:
     def add(self, times: Times, rows: int | None = None) -> None:
         """Add events: one for each time, or `rows` events whose quantiles the times are, evenly spaced."""
         if len(times) and rows != 0:
-            self._put(times, 1.0 if rows is None else rows / len(times))
+            rows = len(times) if rows is None else rows
+            if len(times) > _MOST:  # of one weight, which spares most of the work of `quantiles`
+                middles = (np.arange(_THINNED) + 0.5) * (len(times) / _THINNED)
+                times = np.sort(times, kind="stable")[middles.astype(np.intp)]
+            self._put(times, rows / len(times))
 
     def join(self, other: "RecordTimes") -> None:
         """Add all events of another one."""
