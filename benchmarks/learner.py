@@ -14,7 +14,8 @@
              of a second of CPU time; left out of the quick form
     lock     how late a thread wakes up in the learner's process, while others publish, score and make checkpoints
     overhead a model too small to matter, on events from memory: CPU time of the loop's thread that a plain loop in the
-             same thread does not take, of steps with 64 and with 512 new events
+             same thread does not take, of steps with 64 and with 512 new events; in blocks of 4,096 events, and in
+             blocks of one step, as of wide events or of many partitions
 
 In the first six parts the learner reads a live topic of packed rows, replays one old event for each new one,
 publishes every second and checkpoints every 30 seconds. The baseline loop trains the same model with the same
@@ -57,7 +58,7 @@ from benchmarks.harness.cores import split
 from benchmarks.harness.event_feed import EventFeed
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.lock_probe import late_wakeups
-from benchmarks.harness.overhead import measure
+from benchmarks.harness.overhead import BLOCK, measure
 from benchmarks.harness.pipeline import (
     LearnerProcess,
     Stream,
@@ -134,8 +135,12 @@ TARGETS = {
     "tracing_busy_over_off": Target(1.01),
     "overhead_64_seconds": Target(100e-6),
     "overhead_512_seconds": Target(150e-6),
+    "overhead_64_by_blocks_seconds": Target(100e-6),
+    "overhead_512_by_blocks_seconds": Target(150e-6),
     "tiny_64_over_plain": Target(0.9, least=True),
     "tiny_512_over_plain": Target(0.9, least=True),
+    "tiny_64_by_blocks_over_plain": Target(0.9, least=True),
+    "tiny_512_by_blocks_over_plain": Target(0.9, least=True),
     "narrow_events_per_second": Target(400_000, least=True),
     "wakeup_p99_seconds": Target(1e-3),
     "wakeup_worst_seconds": Target(5e-3),
@@ -399,11 +404,13 @@ def overhead(results: Results, sizes: Sizes, _bootstrap: str) -> None:
     results.title("overhead: 64 to 32 to 10, events from memory; CPU time of the loop's thread")
     events, rounds = sizes.overhead
     for batch in (64, 512):
-        turns = measure(batch, events // batch, rounds, OPTIMIZER)
-        more = [learner - plain for learner, plain in zip(turns.learner, turns.plain, strict=True)]
-        results.add(f"overhead_{batch}_seconds", Spread.of(more), f"{batch} new and {batch} old events a step")
-        results.add(f"tiny_{batch}_over_plain", ratio(turns.plain, turns.learner))
-        results.add(f"tiny_{batch}_plain_seconds", Spread.of(turns.plain))
+        for rows, kind in ((BLOCK, f"{batch}"), (batch, f"{batch}_by_blocks")):
+            turns = measure(batch, rows, events // batch, rounds, OPTIMIZER)
+            more = [learner - plain for learner, plain in zip(turns.learner, turns.plain, strict=True)]
+            note = f"{batch} new and {batch} old events a step, blocks of {rows}"
+            results.add(f"overhead_{kind}_seconds", Spread.of(more), note)
+            results.add(f"tiny_{kind}_over_plain", ratio(turns.plain, turns.learner))
+            results.add(f"tiny_{kind}_plain_seconds", Spread.of(turns.plain))
 
 
 def narrow(results: Results, sizes: Sizes, bootstrap: str) -> None:

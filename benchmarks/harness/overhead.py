@@ -12,6 +12,7 @@ from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.ingest.reader.reader import BlockReader
 from anabranch.learner.assembly import learn
+from anabranch.learner.loop.training_loop import Task, TrainingLoop
 from anabranch.learner.settings.pipeline import PipelineSettings
 from benchmarks.harness.baseline_loop import plain_steps
 from benchmarks.harness.pipeline import Stream, pipeline
@@ -31,20 +33,20 @@ FEATURES, CLASSES = 64, 10
 MODEL = {"factory": "mlp", "args": {"widths": [FEATURES, 32, CLASSES]}}
 """Too small to matter: what is left of a step is the loop's."""
 BLOCK = 4096
-"""Events of a block, as many as an ingest process sends at once of events as narrow."""
+"""Events of a block at most, as many as an ingest process sends at once of events as narrow."""
 
 
 class MemorySource:
-    """A topic without an end, whose blocks are in memory; calls `turn_over` after every `blocks` blocks."""
+    """A topic without an end, whose blocks of `rows` events are in memory."""
 
     history = hold_out = problem = None
     reads_history = False
     unknown_fields = overweight = 0
 
-    def __init__(self, schema: Schema, blocks: int, turn_over: Callable[[], object]) -> None:
+    def __init__(self, schema: Schema, rows: int) -> None:
         self._columns = fake_columns(schema, range(BLOCK), label=range(CLASSES))
         self._columns["feature.x"] = np.random.default_rng(0).random((BLOCK, FEATURES), np.float32)
-        self._blocks, self._turn_over = blocks, turn_over
+        self._rows = rows
         self._sent = 0
         self.ends_time: float | None = None
         self.letters_dropped, self.tombstones = Counter[str](), Counter[str]()
@@ -52,16 +54,15 @@ class MemorySource:
 
     def poll(self, _timeout: timedelta) -> Block:
         """Return the next block."""
-        if self._sent % self._blocks == 0:
-            self._turn_over()
-        begin, self._sent = self._sent * BLOCK, self._sent + 1
+        begin, rows, self._sent = self._sent * self._rows, self._rows, self._sent + 1
+        first = begin % BLOCK
         columns: Mapping[str, Array] = {
-            **self._columns,
-            "offset": np.arange(begin, begin + BLOCK),
-            "outcome": np.zeros(BLOCK, np.uint8),
-            "reason": np.zeros(BLOCK, np.uint8),
+            **{name: column[first : first + rows] for name, column in self._columns.items()},
+            "offset": np.arange(begin, begin + rows),
+            "outcome": np.zeros(rows, np.uint8),
+            "reason": np.zeros(rows, np.uint8),
         }
-        return Block(columns, (Coverage(0, begin, begin + BLOCK),))
+        return Block(columns, (Coverage(0, begin, begin + rows),))
 
     def open(self, *_: object, **_named: object) -> None:
         """All blocks are there."""
@@ -83,31 +84,37 @@ class Turns:
     """Times the loop's thread and the plain loop in turns: seconds of CPU time a step, of each."""
 
     def __init__(self, plain: Callable[[], None], steps: int, rounds: int, stop: threading.Event) -> None:
-        """Take the steps of a turn, and after how many rounds `stop` is set; one round more comes first, to warm up."""
+        """Take the fewest steps of a turn, and after how many turns `stop` is set; one more is first, to warm up."""
         self.learner: list[float] = []
         self.plain: list[float] = []
-        self._plain, self._steps, self._rounds, self._stop = plain, steps, rounds, stop
-        self._begin = 0.0
+        self._plain, self._least, self._rounds, self._stop = plain, steps, rounds, stop
+        self._begin, self._step = 0.0, 0
         self._numbers: Iterator[int] = count()
 
-    def __call__(self) -> None:
-        """End a turn of the learner, take one of the plain loop, and begin the next of the learner."""
+    def __call__(self, step: int) -> None:
+        """After enough steps end a turn of the learner, take one of the plain loop, and begin the next of the learner.
+
+        Called between two rounds of steps.
+        """
+        if (steps := step - self._step) < self._least:
+            return
         begin = time.thread_time()
-        for _ in range(self._steps):
+        for _ in range(steps):
             self._plain()
         end = time.thread_time()
-        if (number := next(self._numbers)) > 1:
-            self.learner.append((begin - self._begin) / self._steps)
-            self.plain.append((end - begin) / self._steps)
-        if number > self._rounds:
+        if number := next(self._numbers):
+            self.learner.append((begin - self._begin) / steps)
+            self.plain.append((end - begin) / steps)
+        if number == self._rounds:
             self._stop.set()
-        self._begin = time.thread_time()
+        self._begin, self._step = time.thread_time(), step
 
 
-def measure(batch: int, steps: int, rounds: int, optimizer: Mapping[str, Any]) -> Turns:
+def measure(batch: int, rows: int, steps: int, rounds: int, optimizer: Mapping[str, Any]) -> Turns:
     """Return CPU seconds a step of the loop's thread, and of a plain loop, over turns of at least `steps` steps.
 
-    Both have one thread of torch, and train on as many old events as new ones.
+    Both have one thread of torch, and train on as many old events as new ones. Blocks have `rows` events, a divisor of
+    `BLOCK`.
     """
     described = {
         "features": {"x": {"dtype": "float32", "shape": [FEATURES]}},
@@ -121,15 +128,19 @@ def measure(batch: int, steps: int, rounds: int, optimizer: Mapping[str, Any]) -
     }
     document = pipeline(Stream("localhost:9", "memory", described, 0), MODEL, 0, sections)
     document["model"]["factory"] = "benchmarks.harness.models:mlp"
-    blocks, stop = max(1, steps * batch // BLOCK), threading.Event()
+    run, stop = TrainingLoop.run, threading.Event()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         plain = plain_steps(MODEL, optimizer, batch, FEATURES)
-        turns = Turns(plain, blocks * BLOCK // batch, rounds, stop)
-        with tempfile.TemporaryDirectory() as folder:
+        turns = Turns(plain, steps, rounds, stop)
+
+        def run_in_turns(loop: TrainingLoop, stop: threading.Event, tasks: Sequence[Task]) -> None:
+            run(loop, stop, (*tasks, lambda: turns(loop.state.steps)))
+
+        with patch.object(TrainingLoop, "run", run_in_turns), tempfile.TemporaryDirectory() as folder:
             spec = PipelineSettings.model_validate(document).below(Path(folder))
-            source = MemorySource(Schema(spec.events), blocks, turns)
+            source = MemorySource(Schema(spec.events), rows)
             learn(spec, stop, source=cast("BlockReader", source))
     finally:
         torch.set_num_threads(threads)
