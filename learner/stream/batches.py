@@ -266,10 +266,12 @@ class Batches:
 
     def _count(self, block: Block, begin: int, end: int) -> tuple[int, int]:
         """Return how many rows of a block are to be trained on, and how many are kept: these, and others."""
-        rows = block.rows(begin, end)
-        settled = self._policy.settle(rows) if self._policy is not None and self._policy.behind else rows
-        trained = np.count_nonzero(trainable(settled, unlabelled=self._unlabelled))
-        return int(trained), int(np.count_nonzero(_KEPT[settled["outcome"]]))
+        if self._policy is not None and self._policy.behind:
+            rows = self._policy.settle(block.rows(begin, end))
+        else:
+            rows = {name: block.columns[name][begin:end] for name in ("outcome", "labelled")}
+        trained = np.count_nonzero(trainable(rows, unlabelled=self._unlabelled))
+        return int(trained), int(np.count_nonzero(_KEPT[rows["outcome"]]))
 
     def _end_of_take(self, rows: int) -> int:
         """Return where `rows` rows of the first block end, of those that are taken of it at once."""
