@@ -407,8 +407,8 @@ def overhead(results: Results, sizes: Sizes, _bootstrap: str) -> None:
         for rows, kind in ((BLOCK, f"{batch}"), (batch, f"{batch}_by_blocks")):
             turns = measure(batch, rows, events // batch, rounds, OPTIMIZER)
             more = [learner - plain for learner, plain in zip(turns.learner, turns.plain, strict=True)]
-            note = f"{batch} new and {batch} old events a step, blocks of {rows}"
-            results.add(f"overhead_{kind}_seconds", Spread.of(more), note)
+            blocks = f"{batch} new and {batch} old events a step, blocks of {rows}"
+            results.add(f"overhead_{kind}_seconds", Spread.of(more), blocks)
             results.add(f"tiny_{kind}_over_plain", ratio(turns.plain, turns.learner))
             results.add(f"tiny_{kind}_plain_seconds", Spread.of(turns.plain))
 
