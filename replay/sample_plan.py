@@ -267,9 +267,9 @@ class SamplePlanner:
         if self._weighted:
             rates, shares = self._reservoir.rates(records, self._embeddings.clusters(choice.slots))
         plans, end = [], 0
-        for step, n in request:
+        staged = self._tiers.prefetch(slots, [n for _, n in request], events.identity)
+        for (step, n), rows in zip(request, staged, strict=True):
             part = slice(end, end := end + n)
-            rows = self._tiers.prefetch(slots[part], events.identity)
             rate, share, correction = (_part(values, part) for values in (rates, shares, choice.correction))
             plans.append(SamplePlan(step, choice.slots[part], records[part], rate, share, correction, rows))
         return plans

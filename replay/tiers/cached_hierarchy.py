@@ -75,7 +75,10 @@ class CachedHierarchy(TierHierarchy):
         )
 
     @override
-    def prefetch(self, slots: NDArray[np.int64], identify: Identify) -> StagedRows:
+    def prefetch(self, slots: NDArray[np.int64], sizes: Sequence[int], identify: Identify) -> Sequence[StagedRows]:
+        return [self._prefetch(part, identify) for part in np.split(slots, np.cumsum(sizes)[:-1])]
+
+    def _prefetch(self, slots: NDArray[np.int64], identify: Identify) -> StagedRows:
         self._io_thread.raise_bug()
         self._admit_arrived()
         in_memory = self._cache.find(slots)

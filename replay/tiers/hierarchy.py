@@ -69,10 +69,13 @@ class TierHierarchy:
         self.memory.write(slots, identity, pack(slice(None)))
         self.stats.add_moved("device", "written", len(slots))
 
-    def prefetch(self, slots: NDArray[np.int64], _identify: Identify) -> StagedRows:
-        """Start to bring the rows of n events to the device; their identities are computed only if needed."""
+    def prefetch(self, slots: NDArray[np.int64], sizes: Sequence[int], _identify: Identify) -> Sequence[StagedRows]:
+        """Start to bring the rows of n events to the device, for plans of these sizes, in their order.
+
+        Their identities are computed only if needed.
+        """
         self.stats.add_read("device", len(slots))
-        return self.memory.stage(slots)
+        return self.memory.stage_each(slots, sizes)
 
     def wait(self, staged: StagedRows, n: int | None = None) -> PackedRows:
         """Wait for rows of which some are missing; return those of the first n, or all, that could be read, `[<= n, R]`

@@ -57,10 +57,21 @@ class DeviceRows:
             self._stream.take(words_nW)
         in_pieces(put_part, len(slots), max(1, _WRITTEN_BYTES // self._row_bytes))
 
-    def gather(self, slots: NDArray[np.int64]) -> Tensor:
-        """Return the rows of n slots, uint8 `[n, R]`, for use in the store's stream."""
+    def send(self, slots: NDArray[np.int64]) -> Tensor | None:
+        """Return n slots on the device, for `gather`; None where it has no memory for them."""
+        try:
+            with self._stream.work():
+                (where,) = self._stream.upload(slots)
+        except RuntimeError as exc:
+            if not out_of_memory(exc):
+                raise
+            return None
+        return where
+
+    def gather(self, slots: NDArray[np.int64] | Tensor) -> Tensor:
+        """Return the rows of n slots, which may be on the device, uint8 `[n, R]`, for use in the store's stream."""
         with self._stream.work():
-            (where,) = self._stream.upload(slots)
+            where = slots if isinstance(slots, Tensor) else self._stream.upload(slots)[0]
             return self.words.index_select(0, where).view(torch.uint8)
 
     def read(self, slots: NDArray[np.int64]) -> Tensor:
@@ -159,10 +170,20 @@ class MemoryTier(Tier):
     def read(self, slots: NDArray[np.int64], _identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
         return self._read(slots), np.ones(len(slots), np.bool_)
 
-    def stage(self, slots: NDArray[np.int64]) -> StagedRows:
-        """Return the rows of n slots as the rows of a plan; a copy from the host to the device starts at once."""
+    def stage_each(self, slots: NDArray[np.int64], sizes: Sequence[int]) -> list[StagedRows]:
+        """Return the rows of n slots as those of plans of these sizes; slots of a device are sent to it at once."""
+        begins = np.cumsum([0, *sizes]).tolist()
+        parts = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False)]
+        where = None if self._rows is None or not len(slots) else self._rows.send(slots)
+        return [self.stage(slots[part], None if where is None else where[part]) for part in parts]
+
+    def stage(self, slots: NDArray[np.int64], where: Tensor | None = None) -> StagedRows:
+        """Return the rows of n slots as the rows of a plan; a copy from the host to the device starts at once.
+
+        `where`: the slots on the device, if they are there.
+        """
         if (rows := self._rows) is not None:
-            return LazyRows(slots, lambda slots: rows.gather(slots), lambda slots: rows.read(slots), self.stream)
+            return LazyRows(slots, lambda slots: rows.gather(slots), lambda slots: rows.read(slots), self.stream, where)
         if self.stream is not None:
             return self.copy(slots)
         assert self._host_words is not None

@@ -195,9 +195,10 @@ class LazyRows(StagedRows):
     def __init__(
         self,
         slots: NDArray[np.int64],
-        gather: Callable[[NDArray[np.int64]], PackedRows],
+        gather: Callable[[NDArray[np.int64] | Tensor], PackedRows],
         read: Callable[[NDArray[np.int64]], Tensor],
         stream: StoreStream | None = None,
+        where: Tensor | None = None,
     ) -> None:
         """Take functions that return the rows of slots, uint8 `[n, R]`.
 
@@ -206,8 +207,10 @@ class LazyRows(StagedRows):
             gather: on the device, in the stream if there is one.
             read: on the host; a checkpoint may call it in another thread.
             stream: of the device; None: the device is the host.
+            where: the slots on the device, where they were sent to it before.
         """
         self.n = len(slots)
+        self._where = where
         self._slots = slots
         self._gather = gather
         self._read = read
@@ -266,7 +269,8 @@ class LazyRows(StagedRows):
             else:
                 with self._stream.work():
                     on_host = self._on_host
-                    gathered = self._gather(self._slots) if on_host is None else self._stream.upload(on_host.numpy())[0]
+                    slots = self._slots if self._where is None else self._where
+                    gathered = self._gather(slots) if on_host is None else self._stream.upload(on_host.numpy())[0]
                     self._ready = self._stream.record()
                 self._gathered = gathered
         return self._gathered
@@ -286,7 +290,12 @@ class LazyRows(StagedRows):
         if len(lazy) < len(staged) or not waiting or (lazy[0]._stream is None and len(waiting) < len(lazy)):
             return None
         first, slots = waiting[0][0], [rows._slots[:n] for rows, n in waiting]
-        together = LazyRows(np.concatenate(slots), first._gather, first._read, first._stream).rows()
+        where = None
+        if first._stream is not None:
+            sent = [rows._where[:n] for rows, n in waiting if rows._where is not None]
+            with first._stream.work():
+                where = torch.cat(sent) if len(sent) == len(waiting) else None
+        together = LazyRows(np.concatenate(slots), first._gather, first._read, first._stream, where).rows()
         if len(waiting) == len(lazy):
             return together
         parts = iter(torch.split(torch.as_tensor(together), [*map(len, slots)]))

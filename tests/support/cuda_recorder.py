@@ -65,6 +65,7 @@ class Happening:
     name: str
     stream: "FakeStream | None"
     site: str
+    thread: str
 
 
 @dataclass(eq=False)
@@ -406,7 +407,7 @@ class CudaRecorder:
         """Append to the log; return the call site."""
         self._free_unused()
         site, line = _call_site()
-        self.log.append(Happening(kind, name, stream, site))
+        self.log.append(Happening(kind, name, stream, site, threading.current_thread().name))
         return f"{site} (line {line})"
 
     def host_waits(self, what, clock):
