@@ -31,10 +31,13 @@ WAITING = {"item", "tolist", "cpu", "numpy", "to", "get_scale", "synchronize", "
 STEP_PATH = [
     *(ROOT / "learner" / "train").glob("*.py"),
     *(ROOT / "learner" / "strategies").glob("*.py"),
+    ROOT / "learner" / "model" / "examples.py",
     ROOT / "learner" / "device" / "lease.py",
     ROOT / "learner" / "extensions" / "device_sharing" / "launches.py",
 ]
 ALLOWED = {
+    "learner/train/graph_trial.py": {"_distance: item": "before the first step"},
+    "learner/train/step_graphs.py": {"_replay: tolist": "the one wait of a round"},
     "learner/train/step_snapshot.py": {"expect_non_finite: tolist": "once for a model with such buffers"},
     "learner/train/optimizer_step.py": {"clip: item": "on a CPU alone", "clip: to": "another dtype"},
     "learner/train/pipelined_runner.py": {"_share: to": "another dtype"},
