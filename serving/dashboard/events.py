@@ -44,23 +44,20 @@ class EventLog:
 
     def add(self, kind: EventKind, time: float, text: str) -> None:
         """Add an event, merged with the one before it of its kind where that is at most ten seconds older."""
-        with self._lock:
-            events = self._events[kind]
-            last = events[-1] if events else None
-            if last is None or not 0 <= time - last.until <= MERGE_SECONDS:
-                events.append(Event(kind=kind, time=time, until=time, text=text))
-            else:
-                events[-1] = msgspec.structs.replace(last, until=time, count=last.count + 1, text=text)
+        self._record(kind, time, text, 1)
 
     def extend(self, kind: EventKind, time: float, text: str) -> None:
         """Let the newest event of a kind last until `time`; add one where there is none to go on."""
+        self._record(kind, time, text, 0)
+
+    def _record(self, kind: EventKind, time: float, text: str, more: int) -> None:
         with self._lock:
             events = self._events[kind]
             last = events[-1] if events else None
             if last is None or not 0 <= time - last.until <= MERGE_SECONDS:
                 events.append(Event(kind=kind, time=time, until=time, text=text))
             else:
-                events[-1] = msgspec.structs.replace(last, until=time, text=text)
+                events[-1] = msgspec.structs.replace(last, until=time, count=last.count + more, text=text)
 
     def since(self, time: float) -> list[Event]:
         """Return the events that ended at `time` or later, by the time at which they began."""
