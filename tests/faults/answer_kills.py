@@ -20,8 +20,10 @@ from tests.support.topics import TopicReader
 PARTITIONS = 3
 _EVERY = 5
 """One in so many kills is that of the learner."""
-_LONGEST_SECONDS = 12.0
-"""From a kill to the next: most come while messages are answered, others while the server starts or joins."""
+_AT_START = 1 / 3
+"""Fraction of the kills that come while the server starts or joins the group; the others come while it answers."""
+_LONGEST_SECONDS = 2.0
+"""From the first answer to a kill; at start twice as long, from the kill before."""
 _VALUE = b'{"x": [1.0, 0.0, 0.0], "y": 0}'
 
 
@@ -94,12 +96,17 @@ def answered_while_killed(folder: Path, bootstrap: str, kills: int, seed: int) -
     with Supervised(pipeline, ("learner", "serving")) as parts, Sender(bootstrap, topic) as sender:
         parts.until(lambda: answers_of(parts.pid("serving")), "an answer")
         for kill in range(kills):
-            time.sleep(dice.uniform(0.0, _LONGEST_SECONDS))
+            if dice.random() < _AT_START:
+                time.sleep(dice.uniform(0.0, 2 * _LONGEST_SECONDS))
+            else:
+                parts.until(lambda: answers_of(parts.pid("serving")), "an answer of the server")
+                time.sleep(dice.uniform(0.0, _LONGEST_SECONDS))
             if kill % _EVERY == _EVERY - 1:
                 parts.kill("learner")
             else:
                 running += answers_of(parts.pid("serving")) > 0
-                parts.kill("serving")
+                gone = parts.kill("serving")
+                parts.until(lambda gone=gone: parts.supervisor.pids().get("serving", gone) != gone, "another server")
         sender.stop()
         expected = set(sender.sent)
         parts.until(
