@@ -75,7 +75,8 @@ def predictions(
     try:
         metadata = _ask(connection, "GET", url, None, headers, _Metadata)
         inputs = {tensor.name: tensor.datatype for tensor in metadata.inputs}
-        with open_source(path, kind, delimiter, schema, checked=True) as source:
+        envelope = config.pipeline.stream.envelope
+        with open_source(path, kind, delimiter, schema, checked=True, envelope=envelope) as source:
             ask = partial(_ask, connection, "POST", f"{url}/infer", headers=headers, kind=_Reply)
             asked = (_asked(schema, record, inputs) for record in source)
             # Events of a pipe are answered as they come.

@@ -175,7 +175,9 @@ def send_events(
     encoder = _Encoder(config, checked=checked)
     producer = EventProducer(stream, produced.topic)
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(open_source(path, kind, delimiter, encoder.schema, checked=checked))
+        source = stack.enter_context(
+            open_source(path, kind, delimiter, encoder.schema, checked=checked, envelope=stream.envelope)
+        )
         produced.columns_left_out = source.left_out
         if partitions is not None:
             assert stream.dead_letter_topic is not None

@@ -132,7 +132,8 @@ def run_backtest(
         with contextlib.ExitStack() as stack:
             training = partial(BacktestTraining, device=device, name=path.name, stack=stack)
             runs = _runs(config, spec, training, label_time, compare=compare)
-            source = stack.enter_context(open_source(path, kind, delimiter, schema, checked=True))
+            envelope = config.pipeline.stream.envelope
+            source = stack.enter_context(open_source(path, kind, delimiter, schema, checked=True, envelope=envelope))
             for columns in _batches(source, schema, spec.learner.batch_size, result):
                 held_B = held_out(len(columns["label"]))
                 new, held = (columns, {}) if not held_B.any() else (rows_of(columns, ~held_B), rows_of(columns, held_B))

@@ -110,6 +110,19 @@ def cell_reader(schema: Schema, field: str) -> Callable[[str, bool], Any]:
     return lambda cell, _: _float(cell)
 
 
+def values_of(cells: Sequence[str | None]) -> Sequence[Any]:
+    """Return the values of a column of a table of texts: all are numbers or booleans, or they remain texts."""
+    for read in (int, float, _BOOLEANS_ALONE.__getitem__):
+        try:
+            return [None if cell is None else read(cell) for cell in cells]
+        except (ValueError, KeyError):
+            continue
+    return cells
+
+
+_BOOLEANS_ALONE = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+
+
 def _int(cell: str) -> int:
     try:
         return int(cell)

@@ -14,18 +14,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, Protocol
 
 import msgspec
 import typer
 
-from anabranch.commands.event_files.columns import Columns, cell_reader
+from anabranch.commands.event_files.columns import Columns, cell_reader, values_of
 from anabranch.core.errors import SettingsError
 from anabranch.core.extras import needs
 from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_format, other_than_lines, start_of, unpacked
 from anabranch.ingest.events.schema import UNITS, Schema
+from anabranch.ingest.formats.envelopes.change_events import row_in
 from anabranch.ingest.formats.event_fields import value_at
+from anabranch.ingest.formats.json_text import decoded
 
 STDIN = Path("-")
 
@@ -80,14 +83,21 @@ class EventFile(Protocol):
 
 @contextlib.contextmanager
 def open_source(
-    path: Path, kind: SourceFormat | None, delimiter: str | None, schema: Schema, *, checked: bool
+    path: Path,
+    kind: SourceFormat | None,
+    delimiter: str | None,
+    schema: Schema | None,
+    *,
+    checked: bool,
+    envelope: str = "none",
 ) -> Iterator[EventFile]:
     """Open a file, or stdin as `-`, and yield its records.
 
     Args:
         kind: by default by the suffix, else JSON lines.
         delimiter: of CSV; by default a tab for `.tsv`, else a comma.
-        schema: names the field and the type of each column.
+        schema: names the field and the type of each column; None: rows are as the file has them.
+        envelope: that of the stream: JSON lines may be in it, and their rows are the events.
         checked: whether a cell that is not of its field's type is a fault; else its text stays as it is.
 
     Raises:
@@ -110,13 +120,50 @@ def open_source(
                     raise SettingsError(f"--delimiter {delimiter!r}: it is one character")
                 yield _Csv(file, raw, total, delimiter, name, schema, checked=checked)
             else:
-                yield _JsonLines(file, raw, total, name, checked=checked)
+                yield _JsonLines(file, raw, total, name, checked=checked, envelope=envelope)
         except (OSError, EOFError, zlib.error) as exc:
             raise SettingsError(f"{name} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
 
 
+def sample_of(path: Path, kind: SourceFormat | None, delimiter: str | None, rows: int) -> list[dict[str, Any]]:
+    """Return the first rows of a file as they are, those of CSV with the values that their texts say.
+
+    A cell is None where it is empty, and where not all of a column's texts are numbers, all remain texts.
+
+    Raises:
+        SettingsError: as `open_source`; or a row cannot be read.
+    """
+    found: list[dict[str, Any]] = []
+    is_csv = False
+    with open_source(path, kind, delimiter, None, checked=True) as source:
+        for record in itertools.islice(source, rows):
+            if record.fault:
+                raise SettingsError(f"{path}, {record.location}: {record.fault}")
+            if isinstance(record.content, bytes):
+                found.append(_object(path, record))
+            else:
+                found.append(record.content)
+                is_csv = isinstance(source, _Csv)
+    if is_csv:
+        for name in found[0]:
+            parsed = values_of([row[name] for row in found])
+            for row, value in zip(found, parsed, strict=True):
+                row[name] = value
+    return found
+
+
+def _object(path: Path, record: FileRecord) -> dict[str, Any]:
+    try:
+        return decoded(partial(msgspec.json.decode, type=dict[str, Any]), record.content)  # type: ignore[arg-type]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise SettingsError(f"{path}, {record.location}: it is not a JSON object: {exc}") from exc
+
+
 class _JsonLines:
-    def __init__(self, file: BinaryIO, raw: BinaryIO, total: int | None, name: str, *, checked: bool) -> None:
+    def __init__(
+        self, file: BinaryIO, raw: BinaryIO, total: int | None, name: str, *, checked: bool, envelope: str
+    ) -> None:
+        self._envelope = envelope if envelope in ("connect", "debezium") else None
         self.left_out: list[str] = []
         self._name = name
         self._file = file
@@ -145,7 +192,12 @@ class _JsonLines:
         if why is not None:
             raise SettingsError(f"{self._name} cannot be read as JSON lines: {why}")
         for number, line in itertools.chain([first], ahead, lines):
-            yield FileRecord(f"line {number}", line)
+            try:
+                content = line if self._envelope is None else row_in(self._envelope, line)
+            except ValueError as exc:
+                yield FileRecord(f"line {number}", line, str(exc))
+            else:
+                yield FileRecord(f"line {number}", content)
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield the lines that are not blank, with their numbers."""
@@ -163,7 +215,7 @@ class _Csv:
         total: int | None,
         delimiter: str,
         name: str,
-        schema: Schema,
+        schema: Schema | None,
         *,
         checked: bool,
     ) -> None:
@@ -181,10 +233,11 @@ class _Csv:
         if header is None:
             raise SettingsError(f"{name} is empty: the first line of CSV names the columns")
         self._width = len(header)
-        self._columns = Columns(schema, header, name, checked=checked)
-        self._read = {field: cell_reader(schema, field) for field in self._columns.fields}
+        self._header = header
+        self._columns = None if schema is None else Columns(schema, header, name, checked=checked)
+        self._read = {} if schema is None else {field: cell_reader(schema, field) for field in schema.names}
         self._checked = checked
-        self.left_out = self._columns.unknown
+        self.left_out = [] if self._columns is None else self._columns.unknown
 
     def done(self) -> int:
         return self._raw.tell() if self.total is not None else 0
@@ -199,7 +252,10 @@ class _Csv:
                     fault = f"it has {len(cells)} cells, but the header has {self._width}"
                     yield FileRecord(f"line {self._line}", {}, fault)
                     continue
-                event = self._columns.event(cells, "", self._value)
+                if self._columns is None:
+                    event = {name: cell or None for name, cell in zip(self._header, cells, strict=True)}
+                else:
+                    event = self._columns.event(cells, "", self._value)
             except (csv.Error, ValueError) as exc:
                 yield FileRecord(f"line {self._line}", {}, str(exc))
             else:
@@ -226,7 +282,9 @@ class _Csv:
 
 
 class _Parquet:
-    def __init__(self, path: Path, name: str, schema: Schema, stack: contextlib.ExitStack, *, checked: bool) -> None:
+    def __init__(
+        self, path: Path, name: str, schema: Schema | None, stack: contextlib.ExitStack, *, checked: bool
+    ) -> None:
         with needs(f"{name}: Parquet", "pyarrow", "arrow"):
             from pyarrow import ArrowException
 
@@ -235,11 +293,6 @@ class _Parquet:
             raise SettingsError("Parquet cannot be read from stdin, since its end is read first: name the file")
         self._errors = ArrowException, ValueError
         self._name = name
-        times = [(feature.name, feature.unit) for feature in schema.features if feature.is_time]
-        times += [(schema.time, schema.time_unit)] if schema.time is not None else []
-        self._times = {time: UNITS[unit][0] for time, unit in times}
-        self._whole = {feature.name for feature in schema.features if feature.dtype.kind in "iu"}
-        self._class = schema.label.name if schema.label.one_of else None
         self._row = 0
         try:
             file = stack.enter_context(path.open("rb"))
@@ -249,6 +302,15 @@ class _Parquet:
         self.total: int | None = self._file.rows
         self._paths = list(_leaves(self._file.schema))
         header = [".".join(path) for path in self._paths]
+        self._columns: Columns | None = None
+        self.left_out: list[str] = []
+        if schema is None:
+            return
+        times = [(feature.name, feature.unit) for feature in schema.features if feature.is_time]
+        times += [(schema.time, schema.time_unit)] if schema.time is not None else []
+        self._times = {time: UNITS[unit][0] for time, unit in times}
+        self._whole = {feature.name for feature in schema.features if feature.dtype.kind in "iu"}
+        self._class = schema.label.name if schema.label.one_of else None
         self._columns = Columns(schema, header, name, checked=checked)
         self.left_out = self._columns.unknown
 
@@ -256,26 +318,34 @@ class _Parquet:
         return self._row
 
     def __iter__(self) -> Iterator[FileRecord]:
-        read = [
-            path if column in self._columns.names else None
-            for path, column in zip(self._paths, self._columns.header, strict=True)
-        ]
-        names = list(dict.fromkeys(path[0] for path in read if path is not None))
         try:
-            for part in self._file.tables(names, 0):
-                found = [part.table.column(name).to_pylist() for name in names]
-                for cells in zip(*found, strict=True):
-                    self._row += 1
-                    row = dict(zip(names, cells, strict=True))
-                    try:
-                        values = [None if path is None else value_at(row, path) for path in read]
-                        event = self._columns.event(values, None, self._value)
-                    except ValueError as exc:
-                        yield FileRecord(f"row {self._row}", {}, str(exc))
-                    else:
-                        yield FileRecord(f"row {self._row}", event)
+            yield from self._events(self._columns) if self._columns is not None else self._rows()
         except self._errors as exc:
             raise SettingsError(f"{self._name} is damaged after row {self._row}: {exc}") from exc
+
+    def _rows(self) -> Iterator[FileRecord]:
+        for part in self._file.tables(self._file.schema.names, 0):
+            for row in part.table.to_pylist():
+                self._row += 1
+                yield FileRecord(f"row {self._row}", row)
+
+    def _events(self, columns: Columns) -> Iterator[FileRecord]:
+        read = [
+            path if column in columns.names else None for path, column in zip(self._paths, columns.header, strict=True)
+        ]
+        names = list(dict.fromkeys(path[0] for path in read if path is not None))
+        for part in self._file.tables(names, 0):
+            found = [part.table.column(name).to_pylist() for name in names]
+            for cells in zip(*found, strict=True):
+                self._row += 1
+                row = dict(zip(names, cells, strict=True))
+                try:
+                    values = [None if path is None else value_at(row, path) for path in read]
+                    event = columns.event(values, None, self._value)
+                except ValueError as exc:
+                    yield FileRecord(f"row {self._row}", {}, str(exc))
+                else:
+                    yield FileRecord(f"row {self._row}", event)
 
     def _value(self, field: str, cell: Any, *, whole: bool) -> Any:
         del whole

@@ -3,12 +3,14 @@
 import importlib.resources
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from anabranch.command import command, say
+from anabranch.commands.event_files.files import Delimiter, FileFormat, SourceFormat
 from anabranch.commands.init.files import write_files
 from anabranch.core.errors import SettingsError
 from anabranch.core.extras import needs
@@ -36,18 +38,31 @@ def init(
             help="Parquet files that the fields come from, by path or URL, instead of the example.",
         ),
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="JSON lines, CSV or Parquet with events, whose first 10,000 say the fields."
+        ),
+    ] = None,
     label: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="With --subject or --history: the field to predict.")
+        str | None,
+        typer.Option(metavar="FIELD", help="The field to predict; with --from on a terminal, asked for without."),
     ] = None,
     classes: Annotated[
         str | None,
         typer.Option(metavar="N|A,B", help="With --subject: the number of classes of the label, or their names."),
     ] = None,
     key: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="With --subject: the field that names whom an event is about.")
+        str | None,
+        typer.Option(metavar="FIELD", help="With --subject or --from: the field that names whom an event is about."),
     ] = None,
+    format_: FileFormat = None,
+    delimiter: Delimiter = None,
 ) -> None:
-    """Write an example pipeline, or one for a subject of a Schema Registry, or for Parquet files."""
+    """Write an example pipeline, or one for a file of events, a subject of a Schema Registry or a history."""
+    given = [name for name, value in (("from", source), ("subject", subject), ("history", history)) if value]
+    if len(given) > 1:
+        raise SettingsError(f"--{given[0]} and --{given[1]} exclude each other: each says where the fields come from")
     if subject is not None:
         from anabranch.commands.init.subject import SubjectOptions, write_subject
 
@@ -57,7 +72,10 @@ def init(
         typer.echo(f"wrote {', '.join(path.name for path in paths)} to {folder}; {after}")
         return
     remarks: list[str] = []
-    if history is None and label is None:
+    if source is not None:
+        paths, remarks = write_sampled(folder, source, label, key, kind=format_, delimiter=delimiter, force=force)
+        commands = next_commands(folder, _NEXT_OF_FILE.format(shlex.quote(str(source.absolute()))))
+    elif history is None and label is None:
         paths, commands = write_example(folder, force=force), next_commands(folder)
     else:
         paths, remarks = write_history(folder, history, label, force=force)
@@ -93,6 +111,38 @@ def write_history(
     return write_files(folder, contents, force=force), remarks
 
 
+def write_sampled(
+    folder: Path,
+    source: Path,
+    label: str | None,
+    key: str | None = None,
+    *,
+    kind: SourceFormat | None = None,
+    delimiter: str | None = None,
+    force: bool = False,
+) -> tuple[list[Path], list[str]]:
+    """Write a pipeline for the events of a file into `folder`; return its paths, and remarks on fields.
+
+    Without a label, a terminal is asked for it.
+
+    Raises:
+        SettingsError: as `write_example`; or the file cannot be read, or an option names no field of it.
+    """
+    from anabranch.commands.init.sample import labels_of, sampled_pipeline
+
+    if label is None and sys.stdin.isatty():
+        fields = labels_of(source, kind, delimiter)
+        typer.echo(f"The fields are {', '.join(fields)}.", err=True)
+        label = typer.prompt("Which one is to be predicted", err=True)
+    contents, remarks = sampled_pipeline(folder, source, label, key, kind=kind, delimiter=delimiter)
+    return write_files(folder, contents, force=force), remarks
+
+
+_NEXT_OF_FILE = """\
+  anabranch backtest {0}    # how well it would have learned
+  anabranch produce {0} --create-topic    # needs the Kafka broker that pipeline.toml names
+  anabranch up                                     # learn from the topic, and serve
+"""
 _NEXT = """\
   anabranch produce events.jsonl --create-topic    # needs the Kafka broker that pipeline.toml names
   anabranch up                                     # learn from the topic, and serve

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from anabranch.commands.init.files import FIELD_NAME, UNFIT_NAME, Classes, PipelineField, pipeline_files
+from anabranch.commands.init.files import FIELD_NAME, UNFIT_NAME, Classes, PipelineField, SectionField, pipeline_files
 from anabranch.config.toml_text import toml_value
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.backfill.files import FileMark, listed, store_of
@@ -57,8 +57,11 @@ def described_pipeline(folder: Path, pattern: str, label: str) -> tuple[dict[str
     if columns.identity is not None:
         identity = dict(zip(("topic", "partition", "offset"), columns.identity, strict=True))
         stream.append(f"identity = {toml_value(identity)}")
+    time = None if columns.time is None else SectionField(columns.time)
     source = f"the columns of {Path(mark.name).name}"
-    files = pipeline_files(columns.features, source, folder.resolve().name, stream, (label, classes), time=columns.time)
+    files = pipeline_files(
+        columns.features, source, folder.resolve().name, stream, (SectionField(label), classes), time=time
+    )
     left_out = [each.sentence for each in columns.features if not each.is_read]
     return files, left_out + columns.remarks
 

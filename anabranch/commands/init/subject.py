@@ -7,7 +7,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from anabranch.commands.init.files import Classes, PipelineField, pipeline_files, refuse_existing, write_files
+from anabranch.commands.init.files import (
+    Classes,
+    PipelineField,
+    SectionField,
+    pipeline_files,
+    refuse_existing,
+    write_files,
+)
 from anabranch.commands.init.subject_fields import fields_of_subject
 from anabranch.config.toml_text import toml_value
 from anabranch.core.errors import SettingsError
@@ -75,7 +82,8 @@ def _files(writer: WriterSchema, fields: Sequence[PipelineField], options: Subje
         f"subject = {toml_value(options.subject)}",
     )
     classes = _classes(label, options.classes)
-    return pipeline_files(features, str(writer.id), topic, stream, (label.name, classes), options.key, time)
+    key, when = (None if name is None else SectionField(name) for name in (options.key, time))
+    return pipeline_files(features, str(writer.id), topic, stream, (SectionField(label.name), classes), key, when)
 
 
 def _newest(options: SubjectOptions, environment: Mapping[str, str]) -> WriterSchema:

@@ -115,6 +115,23 @@ class DebeziumFormat(ConnectFormat):
         return _Delete(str(key).encode())
 
 
+def row_in(envelope: str, line: bytes) -> bytes:
+    """Return the row of a message in an envelope of `connect` or `debezium`; what is in none as it is.
+
+    Raises ValueError where the message is in the envelope, and has no row, such as a delete.
+    """
+    name = "debezium" if envelope == "debezium" else "connect"
+    message = _read(line, name)
+    if envelope == "debezium" and message.op is UNSET and not isinstance(message.payload, UnsetType):
+        message = _read(bytes(message.payload), name)
+    part = message.after if envelope == "debezium" else message.payload
+    if isinstance(part, UnsetType) or (envelope == "debezium" and message.op is UNSET):
+        return line
+    if message.op == "d":
+        raise _ChangeError("debezium: a row was deleted")
+    return _present(part, f"{name}: its row")
+
+
 def _present(part: Raw | UnsetType, what: str) -> bytes:
     if isinstance(part, UnsetType):
         raise _ChangeError(f"{what} is missing")

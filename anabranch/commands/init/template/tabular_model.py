@@ -8,8 +8,8 @@ class Tabular(nn.Module):
     def __init__(self, numbers: int, words: dict[str, int], outputs: int, width: int) -> None:
         super().__init__()
         self.names = list(words)
-        self.words = nn.ModuleList(nn.Embedding(size, 8) for size in words.values())
-        inputs = numbers + 8 * len(words)
+        self.words = nn.ModuleList(nn.Embedding(size, 16) for size in words.values())
+        inputs = numbers + 16 * len(words)
         self.body = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
 
     def forward(self, *one: Tensor, **features: Tensor) -> Tensor:

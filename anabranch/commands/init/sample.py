@@ -1,0 +1,394 @@
+"""`anabranch init --from`: a pipeline for a file of events, written from what its first rows have.
+
+Each decision is one that a person can check: the comment above a field says what was seen and what follows from it.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anabranch.commands.event_files.files import SourceFormat, sample_of
+from anabranch.commands.init.files import Classes, PipelineField, SectionField, pipeline_files
+from anabranch.core.errors import SettingsError
+from anabranch.ingest.formats.base import seconds_of
+from anabranch.ingest.formats.other_formats import is_debezium
+
+ROWS = 10_000
+"""Rows that are read."""
+_FEW = 32
+"""Strings with so many different values at most are listed; others are learned."""
+_FEWEST_ROWS = 20
+"""With fewer rows, that all values differ says nothing."""
+_MOST_CLASSES = 1000
+_MOST_NUMBERS = 100
+"""Whole numbers with more different values than this are a quantity, and no classes."""
+_ROWS_OF_AN_ID = 10
+"""Texts that fewer rows than this have, on average, are ids: too few to learn anything of one."""
+_LONG_TEXT = 40
+_ID = re.compile(r"(?:^|.*[^A-Za-z])(?:id|ids|uuid|guid|key)|.*[a-z](?:Id|ID|Uuid|UUID)", re.DOTALL)
+_OF_TIME = re.compile(r"time|date|timestamp|epoch|created|updated|when|(?:^|_)(?:ts|at|on)(?:$|_)|[a-z]At$|_ms$", re.I)
+_PART = re.compile(r"(.+?)(?:\.(\d+)|\[(\d+)\])")
+_YEAR_2000, _YEAR_2100 = 946_684_800.0, 4_102_444_800.0
+_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+_BOOLEANS = {"true": True, "false": False}
+_DAY = 86_400.0
+_LEARNER = (
+    "batch_size = 16                      # small steps: a model that begins with nothing learns sooner",
+    'replay_ratio = "auto"                # replays only where it is measured to undo forgetting',
+    'optimizer = {name = "adamw", lr = 5e-3}',
+)
+
+Path_ = tuple[str, ...]
+
+
+@dataclass
+class _Column:
+    """The values of one field in the rows that were read; None where it is missing or null."""
+
+    path: Path_
+    values: list[Any]
+    present: list[Any] = field(default_factory=list)
+    kind: str = ""
+    """`bool`, `int`, `float`, `string`, `time`, `list`, or empty for values of several types."""
+
+    def __post_init__(self) -> None:
+        self.present = [value for value in self.values if value is not None]
+        kinds = {_kind_of(value) for value in self.present}
+        kinds = {"float"} if kinds == {"int", "float"} else kinds
+        self.kind = kinds.pop() if len(kinds) == 1 else ""
+
+    @property
+    def written(self) -> str:
+        """The name as a person writes it."""
+        return ".".join(self.path)
+
+    @property
+    def nulls(self) -> int:
+        return len(self.values) - len(self.present)
+
+    @property
+    def distinct(self) -> int:
+        return len(set(self.present))
+
+    @property
+    def is_id(self) -> bool:
+        """Whether it names what an event is about: by its name, or since few rows have the same text."""
+        if self.kind not in ("string", "int"):
+            return False
+        rare = self.kind == "string" and len(self.present) >= _FEWEST_ROWS and not self.is_text
+        return bool(_ID.fullmatch(self.path[-1])) or (rare and self.distinct * _ROWS_OF_AN_ID > len(self.present))
+
+    @property
+    def is_row_number(self) -> bool:
+        return self.kind == "int" and self._is_unique and max(self.present) - min(self.present) + 1 == len(self.present)
+
+    @property
+    def is_text(self) -> bool:
+        if self.kind != "string":
+            return False
+        mean = sum(map(len, self.present)) / len(self.present)
+        return mean > _LONG_TEXT and any(" " in value for value in self.present[:_FEWEST_ROWS])
+
+    @property
+    def _is_unique(self) -> bool:
+        return len(self.present) >= _FEWEST_ROWS and self.distinct == len(self.present)
+
+
+def sampled_pipeline(
+    folder: Path,
+    file: Path,
+    label: str | None,
+    key: str | None = None,
+    *,
+    kind: SourceFormat | None = None,
+    delimiter: str | None = None,
+) -> tuple[dict[str, str], list[str]]:
+    """Return `pipeline.toml` and `my_model.py` for the events of a file, and remarks on fields that are left out.
+
+    Raises:
+        SettingsError: the file cannot be read or has no rows, or an option names no field that it has.
+    """
+    rows, envelope = _unwrapped(sample_of(file, kind, delimiter, ROWS))
+    columns = _columns(rows)
+    if not columns:
+        raise SettingsError(f"{file} has no event: nothing can be said of its fields")
+    by_name = {column.written: column for column in columns}
+    if label is None:
+        raise SettingsError(f"name the field to predict with --label: one of {', '.join(by_name)}")
+    for option, name in (("label", label), ("key", key)):
+        if name is not None and name not in by_name:
+            raise SettingsError(f"--{option} {name} is no field of {file}, which has {', '.join(by_name)}")
+    target = by_name[label]
+    classes, why_label = _classes(target)
+    identifiers = _identifiers(columns)
+    keys = [by_name[key]] if key else [each for each in columns if each.is_id and each is not target and not each.nulls]
+    # An id that repeats names whom events are about; one that does not names the event.
+    keys.sort(key=lambda each: each.distinct == len(each.present))
+    chosen = keys[0] if keys else None
+    time: SectionField | None = None
+    fields: list[PipelineField] = []
+    for column in columns:
+        if column is target or column is chosen:
+            continue
+        described = _described(column, identifiers[column.path], target)
+        if described.cycles and time is None:
+            comment = f"{column.written} has a time in every row"
+            time = SectionField(described.name, described.field, comment, described.unit)
+        fields.append(described)
+    if not any(each.is_read for each in fields):
+        why = "".join(f"; {each.sentence}" for each in fields[:5])
+        raise SettingsError(f"{file} has no field that can be a feature besides {label}{why}")
+    stream = ['topics = ["events"]                  # change it to your topic']
+    if envelope:
+        stream.append(f'envelope = "{envelope}"')
+    named_key = None
+    if chosen is not None:
+        reason = "as --key says" if key else "its values name what an event is about"
+        named_key = SectionField(
+            identifiers[chosen.path], _field_of(chosen, identifiers), f"{chosen.written}: {reason}"
+        )
+    files = pipeline_files(
+        fields,
+        f"{len(rows):,} rows of {file.name}",
+        folder.resolve().name,
+        stream,
+        (SectionField(identifiers[target.path], _field_of(target, identifiers), why_label), classes),
+        named_key,
+        time,
+        _LEARNER,
+    )
+    return files, [each.sentence for each in fields if not each.is_read]
+
+
+def labels_of(file: Path, kind: SourceFormat | None, delimiter: str | None) -> list[str]:
+    """Return the fields of a file, of which one is the label."""
+    return [column.written for column in _columns(_unwrapped(sample_of(file, kind, delimiter, ROWS))[0])]
+
+
+def _unwrapped(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """Return the events in rows, and the envelope of Kafka Connect in which they are; empty without one."""
+    found = list(rows)
+    envelope = ""
+    if found and all(row.keys() == {"schema", "payload"} for row in found):
+        found, envelope = [row["payload"] for row in found], "connect"
+    if found and all(is_debezium(row) for row in found):
+        found, envelope = [row["after"] for row in found], "debezium"
+    return [row for row in found if isinstance(row, Mapping)], envelope
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[_Column]:
+    """Return the fields of rows, those in objects too, in the order in which they come first."""
+    flat = [dict(_leaves(row, ())) for row in rows]
+    paths = list(dict.fromkeys(path for row in flat for path in row))
+    outer = {path[:end] for path in paths for end in range(1, len(path))}  # null in some rows, an object in others
+    columns = [_Column(path, [_plain(row.get(path)) for row in flat]) for path in paths if path not in outer]
+    return [column for column in _joined(columns) if column.path != ("",)]
+
+
+def _leaves(row: Mapping[str, Any], above: Path_) -> Iterator[tuple[Path_, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping) and len(above) < 15:
+            yield from _leaves(value, (*above, str(name)))
+        else:
+            yield (*above, str(name)), value
+
+
+def _joined(columns: list[_Column]) -> Iterator[_Column]:
+    """Yield the columns, with `x.0`, `x.1` and so on as one of lists."""
+    parts: dict[str, list[_Column]] = {}
+    for column in columns:
+        part = _PART.fullmatch(column.path[-1]) if len(column.path) == 1 else None
+        if part and int(part[2] or part[3]) == len(parts.get(part[1], ())) and column.kind in ("int", "float"):
+            parts.setdefault(part[1], []).append(column)
+    lists = {name: each for name, each in parts.items() if len(each) > 1 and not any(one.nulls for one in each)}
+    inside = {column.path: name for name, each in lists.items() for column in each}
+    for column in columns:
+        name = inside.get(column.path)
+        if name is None:
+            yield column
+        elif column is lists[name][0]:
+            yield _Column((name,), [list(cells) for cells in zip(*(one.values for one in lists[name]), strict=True)])
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON would have it; None where it is missing."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, datetime):
+        return value if value.tzinfo else value.replace(tzinfo=UTC)
+    if isinstance(value, date):
+        return datetime(value.year, value.month, value.day, tzinfo=UTC)
+    return value
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int | float):
+        return "int" if isinstance(value, int) or value.is_integer() else "float"
+    if isinstance(value, datetime):
+        return "time"
+    if isinstance(value, str):
+        return "time" if len(value) >= 10 and _seconds(value) is not None else "string"
+    return "list" if isinstance(value, list) else ""
+
+
+def _seconds(value: Any) -> float | None:
+    try:
+        return value.timestamp() if isinstance(value, datetime) else seconds_of(str(value))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _identifiers(columns: Sequence[_Column]) -> dict[Path_, str]:
+    """Return a name in `[schema]` for each column: the last part of its path where no other has that."""
+    names: dict[Path_, str] = {}
+    for column in columns:
+        for end in range(1, len(column.path) + 1):
+            name = re.sub(r"\W", "_", "_".join(column.path[-end:]), flags=re.ASCII)
+            name = name if re.match(r"[A-Za-z_]", name) else f"_{name}"
+            if name not in names.values() and f"{name}_missing" not in names.values():
+                break
+        while name in names.values():
+            name += "_"
+        names[column.path] = name
+    return names
+
+
+def _field_of(column: _Column, identifiers: Mapping[Path_, str]) -> str | Path_:
+    return _written_path(column.path, identifiers[column.path])
+
+
+def _written_path(path: Path_, name: str) -> str | Path_:
+    """Return the key `field` for a path; empty where the name is enough."""
+    if path == (name,):
+        return ""
+    return path if any("." in part for part in path) else ".".join(path)
+
+
+def _classes(target: _Column) -> tuple[Classes, str]:
+    """Return the classes of the label, and why."""
+    name, values = target.written, set(target.present) if target.kind != "list" else set()
+    if target.kind == "bool":
+        return 2, f"{name} is true or false"
+    if target.kind == "string":
+        if not 2 <= len(values) <= _MOST_CLASSES:
+            raise SettingsError(f"the label {name} has {len(values)} classes, not 2 to {_MOST_CLASSES}")
+        return sorted(values), f"{name} has {len(values)} values, which are classes"
+    if (
+        target.kind == "int"
+        and values
+        and min(values) >= 0
+        and len(values) <= _MOST_NUMBERS
+        and max(values) < _MOST_CLASSES
+    ):
+        count = int(max(1, *values)) + 1
+        return count, f"{name} has whole numbers up to {count - 1}, which are classes"
+    if target.kind in ("int", "float"):
+        return None, f"{name} has numbers such as {target.present[0]}: a regression"
+    raise SettingsError(f"the label {name} has {target.kind or 'values of several type'}s, not classes or numbers")
+
+
+def _described(column: _Column, name: str, target: _Column) -> PipelineField:
+    """Return what becomes of a column, and why."""
+    of = PipelineField(name, field=_written_path(column.path, name))
+    left_out = replace(of, name=column.written)
+    missing = f", and {column.nulls:,} rows have none" if column.nulls else ""
+    if not column.present:
+        return replace(left_out, why="no row has a value")
+    if column.kind == "":
+        return replace(left_out, why="its values are of several types, or objects")
+    if column.kind == "list":
+        return _of_lists(column, of, left_out)
+    if column.kind == "time" or _unit(column) is not None:
+        return _of_times(column, of, left_out)
+    if column.is_id:
+        return replace(
+            left_out,
+            why="it is an id, by which a model would remember events; where it says more, set encode = {learn = N}",
+        )
+    if column.is_row_number:
+        return replace(left_out, why="it numbers the rows")
+    if column.distinct == 1:
+        return replace(left_out, why=f"it is {column.present[0]!r} in each row")
+    if _gives_away(column, target):
+        return replace(
+            left_out, why=f"each of its values has one {target.written} alone: it seems to be known after it"
+        )
+    if column.kind == "bool":
+        return replace(of, dtype="bool", may_be_missing=bool(column.nulls), comment=f"true or false{missing}")
+    if column.is_text:
+        return replace(left_out, why="it is a text: see encode = {tokenizer = ...}")
+    if column.kind == "string":
+        count = column.distinct
+        if count <= _FEW:
+            words, comment = tuple(sorted(set(column.present))), f"{count} different texts: categories{missing}"
+            return replace(of, dtype="string", vocabulary=words, may_be_missing=bool(column.nulls), comment=comment)
+        rows = min(2**16, 2 ** math.ceil(math.log2(count * 2)))
+        comment = f"{count:,} different texts: rows of a table that grows{missing}"
+        return replace(of, dtype="string", learn=rows, may_be_missing=bool(column.nulls), comment=comment)
+    return _of_numbers(of, np.array(column.present, np.float64), missing)
+
+
+def _of_numbers(of: PipelineField, values: Any, missing: str) -> PipelineField:
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    heavy = high > low and float(values.std()) > 5 * (high - low)
+    comment = f"numbers from {values.min():.4g} to {values.max():.4g}, half of them up to {middle:.4g}"
+    comment += f", a few far from the others{missing}" if heavy else missing
+    return replace(
+        of,
+        dtype="float32",
+        scale="quantile" if heavy else "standard",
+        missing="indicator" if missing else "",
+        comment=comment,
+    )
+
+
+def _of_lists(column: _Column, of: PipelineField, left_out: PipelineField) -> PipelineField:
+    sizes = {len(value) for value in column.present}
+    numbers = all(_kind_of(each) in ("int", "float") for value in column.present for each in value)
+    if not numbers or len(sizes) != 1 or not max(sizes) or column.nulls:
+        return replace(left_out, why="it has lists that are no numbers, of several lengths, or missing")
+    comment = f"lists of {max(sizes)} numbers"
+    return replace(of, dtype="float32", shape=(max(sizes),), scale="standard", comment=comment)
+
+
+def _unit(column: _Column) -> str | None:
+    """Return the unit of a column of times since 1970 as numbers; None for other numbers."""
+    if column.kind not in ("int", "float") or not _OF_TIME.search(column.path[-1]):
+        return None
+    low, high = min(column.present), max(column.present)
+    return next((unit for unit, by in _UNITS.items() if _YEAR_2000 * by <= low and high <= _YEAR_2100 * by), None)
+
+
+def _of_times(column: _Column, of: PipelineField, left_out: PipelineField) -> PipelineField:
+    if column.nulls:
+        return replace(left_out, why=f"it is a time, which {column.nulls:,} rows do not have")
+    unit = _unit(column)
+    if unit is None:
+        seconds = [_seconds(value) or 0.0 for value in column.present]
+    else:
+        seconds = [value / _UNITS[unit] for value in column.present]
+    days = (max(seconds) - min(seconds)) / _DAY
+    cycles = ("day",) if days < 7 else ("day", "week") if days < 400 else ("day", "week", "year")
+    what = "ISO times" if unit is None else f"times in {unit} since 1970"
+    return replace(
+        of, dtype="float64", cycles=cycles, unit=unit or "s", comment=f"{what}, over {days:,.1f} days: their cycles"
+    )
+
+
+def _gives_away(column: _Column, target: _Column) -> bool:
+    """Return whether each of several values of a column has one label alone, and each label one value."""
+    if target.kind not in ("bool", "int", "string") or column.distinct != target.distinct or target.distinct < 2:
+        return False
+    pairs = {pair for pair in zip(column.values, target.values, strict=True) if None not in pair}
+    return len(column.present) >= _FEWEST_ROWS and len(pairs) == target.distinct == len({value for value, _ in pairs})
