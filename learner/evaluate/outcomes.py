@@ -33,7 +33,7 @@ _MOST_LABELS = 256
 _TOP = 5
 _WINDOW = 5000
 _HALF_LIFE = 50_000.0
-_WAITING, _WAITING_BYTES = 500, 1 << 20
+_WAITING, _WAITING_BYTES = 2000, 1 << 20
 """Events whose predictions are copied to the host at once, and bytes on the device that they take at most."""
 _SHARE = 100
 """Estimates take at most 1 / `_SHARE` of a processor."""
@@ -100,26 +100,29 @@ class TaskMeasures:
 
 
 class Predictions(NamedTuple):
-    """Outputs for B events before training on them, on any device, and their labels."""
+    """Outputs for B events before training on them, in parts on any device, and their labels."""
 
     kind: Kind
-    output_B: Tensor
+    outputs: Sequence[Tensor]
     label_B: NDArray[Any]
     group_B: NDArray[Any] | None
 
 
 def predictions_of(
-    task: Task, output_B: Tensor, label_B: NDArray[Any], group_B: NDArray[Any] | None = None
+    task: Task, outputs: Sequence[Tensor], label_B: NDArray[Any], group_B: NDArray[Any] | None = None
 ) -> tuple[Predictions, ...]:
     """Return the predictions of B events; none where no measure is known for the task."""
-    kind = kind_of(task, output_B.shape[1] if output_B.ndim == 2 else None)
-    return () if kind is None or not len(label_B) else (Predictions(kind, output_B, label_B, group_B),)
+    if not len(label_B):
+        return ()
+    kind = kind_of(task, outputs[0].shape[1] if outputs[0].ndim == 2 else None)
+    return () if kind is None else (Predictions(kind, outputs, label_B, group_B),)
 
 
 def _joined(parts: Sequence[Predictions]) -> Outcomes:
     """Return the outcomes of predictions of one kind, at least of one, which are copied to the host together."""
     kind = parts[0].kind
-    output, label = torch.cat([part.output_B.detach() for part in parts]), np.concatenate([p.label_B for p in parts])
+    output = torch.cat([output for part in parts for output in part.outputs]).detach()
+    label = np.concatenate([part.label_B for part in parts])
     groups = [np.zeros(len(p.label_B), np.uint64) if p.group_B is None else p.group_B for p in parts]
     with torch.no_grad():
         on_device = torch.from_numpy(label).to(output.device) if kind == "classes" else output
@@ -130,8 +133,8 @@ def _joined(parts: Sequence[Predictions]) -> Outcomes:
 class StreamOutcomes:
     """The outcomes of new events before training on them: of the newest ones, and faded counts of two classes.
 
-    Predictions wait until there are some hundred. The window is not in checkpoints, and begins again. Used by one
-    thread.
+    Predictions wait until there are 2,000, or the measures are read. The window is not in checkpoints: it begins again.
+    Used by one thread.
     """
 
     def __init__(self) -> None:
@@ -145,7 +148,7 @@ class StreamOutcomes:
         for each in new:
             self._waiting.append(each)
             self._rows += len(each.label_B)
-            self._bytes += each.output_B.nbytes
+            self._bytes += sum(output.nbytes for output in each.outputs)
         if self._rows >= _WAITING or self._bytes >= _WAITING_BYTES:
             self.settle()
 

@@ -120,7 +120,7 @@ def scored(
     output, label = torch.from_numpy(outputs_B), torch.from_numpy(label_B)
     with torch.no_grad():
         score, loss = task.score(output, label).sum(), task.loss(output, label).sum()
-    return Scored(len(label_B), score.item(), loss.item(), (), predictions_of(task, output, label_B, group_B))
+    return Scored(len(label_B), score.item(), loss.item(), (), predictions_of(task, [output], label_B, group_B))
 
 
 class Prequential:

@@ -44,7 +44,6 @@ _T = TypeVar("_T")
 
 _MANY = 10
 _MOST_LOGGED = 20
-_OF_PREDICTION = ("label", "labelled", "group_hash")
 _OF_CLOCK = 1 / 16
 """Part of the time by the clock that counts for the length of a round, whatever the processor did."""
 
@@ -491,7 +490,11 @@ class LearningStep:
         label, group = (batch.new[name][labelled] for name in ("label", "group_hash"))
         results = [each.result for each in finite if each.result is not None]
         score, loss = sum(each.score for each in results), sum(each.loss_new for each in results)
-        predictions = tuple(_predictions(self._trainer.task, finite))
+        outputs = [each.output_B for each in results if each.output_B is not None]
+        if len(outputs) == len(finite) and sum(map(len, outputs)) == len(label):  # the usual case, all at once
+            predictions = predictions_of(self._trainer.task, outputs, label, group)
+        else:
+            predictions = tuple(_predictions(self._trainer.task, finite))
         return Scored(len(label), score, loss, self._monitor.baselines.add(label, group), predictions)
 
 
@@ -509,9 +512,9 @@ def _predictions(task: Task, taken: Sequence[Taken]) -> Iterator[Predictions]:
         output_B = None if each.result is None else each.result.output_B
         if output_B is None:
             continue
-        new = {name: each.batch.new[name][: len(output_B)] for name in _OF_PREDICTION if name in each.batch.new}
+        new = {name: each.batch.new[name][: len(output_B)] for name in ("label", "labelled", "group_hash")}
         labelled_B = new.pop("labelled").astype(np.bool_)
         if not labelled_B.all():
             new = {name: column[labelled_B] for name, column in new.items()}
             output_B = output_B[torch.from_numpy(labelled_B).to(output_B.device)]
-        yield from predictions_of(task, output_B, new["label"], new.get("group_hash"))
+        yield from predictions_of(task, [output_B], new["label"], new["group_hash"])

@@ -56,7 +56,7 @@ def test_the_window_has_the_newest_events_however_they_are_added(sizes):
     stream, task = StreamOutcomes(), Classification()
     output, label = torch.randn(sum(sizes), 2), np.random.default_rng(0).integers(2, size=sum(sizes))
     for end, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True):
-        stream.add(predictions_of(task, output[end - size : end], label[end - size : end]))
+        stream.add(predictions_of(task, [output[end - size : end]], label[end - size : end]))
     measure = measure_of("roc_auc", "two-classes")
     kept = slice(-5000, None)
     odds = (output[kept, 1] - output[kept, 0]).numpy()
@@ -88,8 +88,8 @@ def test_predictions_that_wait_take_bounded_memory():
     stream = StreamOutcomes()
     for _ in range(10):
         wide = torch.zeros(4, 100_000)
-        stream.add(predictions_of(Classification(), wide, np.zeros(4, np.int64)))
-        assert sum(each.output_B.nbytes for each in stream._waiting) < 1 << 20
+        stream.add(predictions_of(Classification(), [wide], np.zeros(4, np.int64)))
+        assert sum(output.nbytes for each in stream._waiting for output in each.outputs) < 1 << 20
 
 
 def test_scores_without_predictions_have_no_measures():
