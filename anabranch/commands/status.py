@@ -27,6 +27,7 @@ from anabranch.learner.status.report import (
     BackfillReport,
     BaselineReport,
     CanaryReport,
+    ClassReport,
     DeviceSharingReport,
     LabelReport,
     LearnerReport,
@@ -44,6 +45,8 @@ from anabranch.serving.reporting.report import AnswersReport, ServingReport, Sha
 from anabranch.serving.reporting.report import read_report as read_serving
 
 _BAR_COLUMNS = 40
+_FEWEST_OF_CLASS = 10
+"""Events of a class that may be named the worst."""
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "_seconds": lambda seconds: _duration(seconds),
     "_bytes": size_text,
@@ -200,6 +203,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row("measures", _measures(report))
     for number, baseline in enumerate(report.baselines.values()):
         table.add_row("" if number else "baselines", _baseline(report, baseline))
+    if report.newest_classes:
+        table.add_row("worst class", _worst_class(report.newest_classes))
     if report.loss:
         table.add_row("loss", _pairs({k: f"{v:.4g}" for k, v in report.loss.items()}))
     if report.forgetting is not None:
@@ -248,6 +253,16 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     for name, numbers in report.extensions.items():
         table.add_row(Text(name.replace("_", " ")), Text(_numbers(numbers)))
     return table
+
+
+def _worst_class(classes: Mapping[str, ClassReport]) -> str:
+    """Say of which class the fewest were found; all are in the report."""
+    enough = {name: each for name, each in classes.items() if each.support >= _FEWEST_OF_CLASS}
+    if not enough:
+        return f"none of the newest events has {_FEWEST_OF_CLASS} others of its class"
+    name, worst = min(enough.items(), key=lambda item: item[1].recall or 0.0)
+    right = "never answered" if not worst.answered else f"right in {worst.found:,} of {worst.answered:,} answers"
+    return f"{name}: {worst.found:,} of the newest {worst.support:,} found ({worst.recall or 0.0:.1%}), {right}"
 
 
 def _baseline(report: LearnerReport, baseline: BaselineReport) -> Text:

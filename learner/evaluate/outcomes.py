@@ -130,6 +130,20 @@ def _joined(parts: Sequence[Predictions]) -> Outcomes:
     return Outcomes(kind, predicted, label, np.concatenate(groups))
 
 
+def class_counts(outcomes: Outcomes, classes: int) -> NDArray[np.int64] | None:
+    """Return of each class how many events have it, how many of these were found, and how often it was the answer.
+
+    int64 `[C, 3]`; None where an event has no single class. Of two classes, log-odds above 0 are the answer 1.
+    """
+    if outcomes.kind not in ("two-classes", "classes"):
+        return None
+    first_G = outcomes.predicted[:, 0]
+    answer_G = (first_G > 0).astype(np.int64) if outcomes.kind == "two-classes" else first_G.astype(np.int64)
+    label_G = outcomes.label.astype(np.int64)
+    of_each = label_G, label_G[answer_G == label_G], answer_G
+    return np.stack([np.bincount(numbers, minlength=classes) for numbers in of_each], axis=1)
+
+
 class StreamOutcomes:
     """The outcomes of new events before training on them: of the newest ones, and faded counts of two classes.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from prometheus_client import Gauge, Histogram
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from anabranch.ingest.transport.protocol import HistoryProgress
 from anabranch.learner.evaluate.baselines import CONSTANT
 from anabranch.learner.evaluate.holdout import HeldOutShare
-from anabranch.learner.evaluate.outcomes import Estimates
+from anabranch.learner.evaluate.outcomes import Estimates, class_counts
 from anabranch.learner.extension import overriding
 from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
 from anabranch.learner.loop.tombstones import TombstoneWatch
@@ -30,6 +31,7 @@ from anabranch.learner.status.report import (
     FEWEST_COMPARED,
     BackfillReport,
     BaselineReport,
+    ClassReport,
     DeviceHealthReport,
     LearnerReport,
     MeasureReport,
@@ -45,6 +47,8 @@ _EVERY_SECONDS = 0.5
 _RATE_MARKS = 10
 _FRESH_SECONDS = 2.5
 """Age of the end offsets of partitions after which a broker does not answer."""
+_MOST_CLASSES = 64
+"""Classes of the newest events that are reported."""
 _WINDOWS = ("worst", "worst_group", "old")
 """The windows of an evaluation that are reported."""
 _BACKFILL_SECONDS = 30.0
@@ -236,6 +240,7 @@ class Reporter:
             loss=loop.monitor.prequential.loss.windows,
             window_rows=loop.monitor.prequential.window,
             classes=dict(scoring.evaluation.classes),
+            newest_classes=self._classes(),
             groups=dict(scoring.evaluation.groups) if classification else _errors(scoring.evaluation.groups),
             forgetting=scoring.retention.forgetting,
             drifts=loop.monitor.drift.count,
@@ -312,6 +317,15 @@ class Reporter:
             report.value[window], report.lower[window], report.upper[window] = each.value, each.low, each.high
         return reports
 
+    def _classes(self) -> dict[str, ClassReport]:
+        """Return what the model has answered of each class, of the newest events before training on them."""
+        newest, label = self._loop.monitor.outcomes.newest, self._parts.publisher.gate.scorer.schema.label
+        if newest is None or label.one_of is None or (counts := class_counts(newest, label.one_of)) is None:
+            return {}
+        names = label.names or [str(number) for number in range(label.one_of)]
+        listed = np.sort(np.argsort(-counts[:, 0], kind="stable")[:_MOST_CLASSES])
+        return {names[number]: _of_class(*counts[number].tolist()) for number in listed.tolist()}
+
     def _rates(self, device: DeviceHealthReport | None, store: Store | None) -> dict[str, float]:
         """Return rates over the last five seconds, by what is counted."""
         now = self._mark(device, store)
@@ -357,6 +371,11 @@ def _of_store(store: Store) -> dict[str, Any]:
         "replay_bounds": figures.bounds,
         "replay_lost": figures.lost,
     }
+
+
+def _of_class(support: int, found: int, answered: int) -> ClassReport:
+    recall, precision = found / support if support else None, found / answered if answered else None
+    return ClassReport(support=support, found=found, answered=answered, recall=recall, precision=precision)
 
 
 def _errors(scores: Mapping[str, float]) -> dict[str, float]:

@@ -366,6 +366,21 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.challengers)
 
 
+class ClassReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One class among the newest events, as the model answered before it was trained on them."""
+
+    support: int
+    """Events of the class."""
+    found: int
+    """Those that the model answered so."""
+    answered: int
+    """How often it was the answer, rightly or not."""
+    recall: float | None
+    """Part of its events that were found; None without any."""
+    precision: float | None
+    """Part of the answers that were right; None without any."""
+
+
 class BaselineReport(msgspec.Struct, frozen=True, kw_only=True):
     """A rule without features, on the events that the model's own score is of."""
 
@@ -499,6 +514,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of those with the most held-out events."""
     groups: dict[str, float] = {}
     """Accuracy or error on held-out events by the hash of the group, of those with the most held-out events."""
+    newest_classes: dict[str, ClassReport] = {}
+    """By class, of the newest 5,000 events: the 64 with the most. Empty where an event has no single class."""
     forgetting: Annotated[
         float | None,
         Reported(
