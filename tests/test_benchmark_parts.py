@@ -31,7 +31,7 @@ PARTS = {
     "search": ["streams", "cost"],
     "serving": [
         *("alone", "swaps", "base_swaps", "experts", "grpc", "tracing", "workers", "fleet", "freshness"),
-        "device_sharing",
+        *("device_sharing", "stream"),
     ],
 }
 """Those that run here. Left out are `gpu`, which test_gpu_tools.py runs, and what takes a model or packages from afar:

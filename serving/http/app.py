@@ -184,7 +184,9 @@ class _Api:
     page: Page = field(default_factory=load_page)
 
     async def server_metadata(self, _request: Request) -> Response:
-        return json_response({"name": "anabranch", "version": _version(), "extensions": ["binary_tensor_data"]})
+        return json_response(
+            {"name": "anabranch", "version": _version(), "extensions": ["binary_tensor_data", "classification"]}
+        )
 
     async def live(self, _request: Request) -> Response:
         self.service.check_alive()

@@ -54,7 +54,7 @@ def held(numbers):
 @pytest.mark.slow
 def test_the_protocols_routes_answer(running, body_of):
     expected = {
-        "/v2": {"name": "anabranch", "extensions": ["binary_tensor_data"]},
+        "/v2": {"name": "anabranch", "extensions": ["binary_tensor_data", "classification"]},
         "/v2/health/live": {"live": True},
         "/v2/health/ready": {"ready": True},
         "/v2/models/tiny": {
