@@ -471,6 +471,9 @@ def test_metrics_have_the_promised_names(running, body_of):
         "anabranch_serving_swaps_total",
         "anabranch_serving_problems",
         "anabranch_serving_follow_lag_seconds",
+        "anabranch_serving_stream_messages_total",
+        "anabranch_serving_stream_lag",
+        "anabranch_serving_stream_answer_duration_seconds",
         "anabranch_tracing_left_out_total",
     }
     assert 'anabranch_serving_requests_total{code="200"} 1.0' in text
