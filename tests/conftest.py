@@ -186,6 +186,16 @@ def _let_logs_of_torch_propagate():
             logger.propagate = True
 
 
+@pytest.fixture(autouse=True)
+def _restored_logging():
+    """Remove the handlers that a command of the test's has added: they write to what pytest closes after it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
 def pytest_ignore_collect(collection_path, config):
     """With `-m gpu`, collect only modules with such tests: others may import packages that a GPU machine lacks."""
     if config.option.markexpr.strip() != "gpu" or not collection_path.name.startswith("test_"):

@@ -1,7 +1,6 @@
 """What the tests of the command line share: waiting for a condition, an example pipeline, commands as processes."""
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -88,12 +87,3 @@ def spawn():
         # A child in another session, which a failing test has left behind, keeps the pipes open.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=10)
-
-
-@pytest.fixture(autouse=True)
-def _restored_logging():
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
