@@ -72,6 +72,14 @@ class RestartableBroker:
         """Start the broker, and wait until it answers."""
         self._process = self._stack.enter_context(_started(self._folder, self._ports[0], [], self.bootstrap))
 
+    def stop_answering(self):
+        """SIGSTOP the broker and its children."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def answer_again(self):
+        """SIGCONT them."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def kill(self):
         """SIGKILL the broker and its children."""
         os.killpg(self._process.pid, signal.SIGKILL)

@@ -236,16 +236,16 @@ def test_servers_divide_the_partitions_and_one_that_stops_loses_no_message(
 
 
 @pytest.mark.slow
-def test_a_broker_that_is_killed_costs_time_alone(mortal_kafka, numbers, served, produce, consume_all, eventually):
-    stream = Stream(mortal_kafka.bootstrap, TopicFactory(mortal_kafka.bootstrap, "killed"))
+def test_a_broker_that_hangs_costs_time_alone(mortal_kafka, numbers, served, produce, consume_all, eventually):
+    stream = Stream(mortal_kafka.bootstrap, TopicFactory(mortal_kafka.bootstrap, "hangs"))
     publisher = stream.of(numbers)
     publisher.publish(1)
     with served(publisher, stream=stream.settings()) as running:
         produce(stream.bootstrap, stream.input, [event(i) for i in range(500)])
         eventually(lambda: running.report().stream.messages.get("answered"))
-        mortal_kafka.kill()
+        mortal_kafka.stop_answering()
         eventually(lambda: running.report().problems)
-        mortal_kafka.start()
+        mortal_kafka.answer_again()
         produce(stream.bootstrap, stream.input, [event(i) for i in range(500)], partition=1)
         eventually(lambda: stream.committed() == 1000)
         eventually(lambda: running.report().problems == [])
