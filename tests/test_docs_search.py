@@ -103,7 +103,7 @@ def test_a_word_leads_to_its_guide_first(tab, typed, title):
     [
         ("the Kafka broker at localhost:9092 does not answer", "the Kafka broker at ... does not answer"),
         ("no version can be served yet", "no version can be served yet"),
-        ("the model has no parameters that require a gradient", "the model has no parameters that require a gradient"),
+        ("the model fails on a single event", "the model fails on a single event, ..."),
         ("restore a checkpoint", "How do I restore a checkpoint?"),
         ("GDPR delete customer", "How do I erase a person's data (GDPR)?"),
         ("log level json", "How do I raise the log level, or get JSON logs?"),
