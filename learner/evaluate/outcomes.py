@@ -5,6 +5,7 @@ Legend: B events, G held-out ones, C classes, K columns of an outcome.
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ _MOST_LABELS = 256
 _TOP = 5
 _WINDOW = 5000
 _HALF_LIFE = 50_000.0
-_WAITING, _WAITING_BYTES = 2000, 1 << 20
+_WAITING, _WAITING_BYTES = 2000, 8 << 20
 """Events whose predictions are copied to the host at once, and bytes on the device that they take at most."""
 _SHARE = 100
 """Estimates take at most 1 / `_SHARE` of a processor."""
@@ -147,12 +148,13 @@ def class_counts(outcomes: Outcomes, classes: int) -> NDArray[np.int64] | None:
 class StreamOutcomes:
     """The outcomes of new events before training on them: of the newest ones, and faded counts of two classes.
 
-    Predictions wait until there are 2,000, or the measures are read. The window is not in checkpoints: it begins again.
-    Used by one thread.
+    Predictions wait until the measures are read, and leave once there are 5,000 newer ones; those of two classes wait
+    until there are 2,000, since the faded counts need all. The window is not in checkpoints: it begins again. Used by
+    one thread.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Predictions] = []
+        self._waiting = deque[Predictions]()
         self._rows = self._bytes = 0
         self._window: Window | None = None
         self.faded = FadedCounts(_HALF_LIFE)
@@ -162,15 +164,23 @@ class StreamOutcomes:
         for each in new:
             self._waiting.append(each)
             self._rows += len(each.label_B)
-            self._bytes += sum(output.nbytes for output in each.outputs)
-        if self._rows >= _WAITING or self._bytes >= _WAITING_BYTES:
+            self._bytes += _bytes_of(each)
+            if each.kind != "two-classes":
+                while self._rows - len(self._waiting[0].label_B) >= _WINDOW:
+                    oldest = self._waiting.popleft()
+                    self._rows -= len(oldest.label_B)
+                    self._bytes -= _bytes_of(oldest)
+            elif self._rows >= _WAITING:
+                self.settle()
+        if self._bytes >= _WAITING_BYTES:
             self.settle()
 
     def settle(self) -> None:
         """Add what waits to be added."""
         if not self._waiting:
             return
-        new, self._waiting, self._rows, self._bytes = _joined(self._waiting), [], 0, 0
+        new, self._rows, self._bytes = _joined(self._waiting), 0, 0
+        self._waiting.clear()
         if self._window is None:
             self._window = Window(new.kind, new.predicted.shape[1], new.label.shape[1:], _WINDOW)
         self._window.add(new)
@@ -198,6 +208,10 @@ class StreamOutcomes:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self.faded.restore(state)
+
+
+def _bytes_of(predictions: Predictions) -> int:
+    return sum(output.nbytes for output in predictions.outputs)
 
 
 class Estimates:
