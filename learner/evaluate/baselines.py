@@ -162,8 +162,9 @@ class Baselines:
         if not self.names or not len(label_B):
             return np.empty((len(label_B), len(self.names)))
         slots = [np.zeros(len(label_B), np.int64), (group_B.astype(np.uint64) % self._slots).astype(np.int64)]
-        learned = self._within(label_B)
-        found = [prior.add(slot, learned) for prior, slot in zip(self._priors, slots, strict=False)]
+        # Of a group the labels count as they are, since it may have larger ones than all others.
+        learned = self._within(label_B), label_B
+        found = [prior.add(slot, label) for prior, slot, label in zip(self._priors, slots, learned, strict=False)]
         found.insert(1, np.concatenate([np.array([self._last], label_B.dtype), label_B[:-1]]))
         self._last = label_B[-1].item()
         return np.stack(found, axis=1)

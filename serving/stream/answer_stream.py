@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -46,6 +47,8 @@ from anabranch.serving.settings import ServingSettings
 
 _POLL = timedelta(milliseconds=100)
 _LAG_SECONDS = 2.0
+_REST_SECONDS = 1.0
+"""How long nothing may be read until the group is attended to all the same: short pauses are usual."""
 _MOST_READ = 1024
 """Messages that are decoded together."""
 _MOST_BYTES = 32_000_000
@@ -105,7 +108,7 @@ class AnswerStream:
         """One sentence for each part that cannot go on: `broker`, `registry`, `letters` or `model`."""
         self.lag, self.partitions = 0, 0
         self._service = service
-        self._max_batch = settings.max_batch
+        self._max_batch = min(settings.max_batch, settings.max_queue)
         self._on_error = on_error
         self._thread = threading.Thread(target=self._run, name="serving-stream", daemon=True)
 
@@ -195,7 +198,7 @@ class AnswerStream:
         try:
             while not self.stopping.is_set():
                 try:
-                    _Membership(self).run(backoff.reset)
+                    _Membership(self, partial(self._recover, backoff)).run()
                 except AnabranchError as exc:
                     if isinstance(exc, SettingsError) and not isinstance(exc, GapError):
                         raise
@@ -210,6 +213,10 @@ class AnswerStream:
         finally:
             if self.schemas is not None:
                 self.schemas.close()
+
+    def _recover(self, backoff: Backoff) -> None:
+        backoff.reset()
+        self.problems.pop("broker", None)
 
 
 class Predicted(NamedTuple):
@@ -242,8 +249,9 @@ class _Membership:
     Committed offsets and transactions are all that outlives it: another one, here or elsewhere, goes on from them.
     """
 
-    def __init__(self, stream: AnswerStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: AnswerStream, on_healthy: Callable[[], None]) -> None:
+        """`on_healthy` is called once answers are written, or there is nothing to answer."""
+        self._stream, self._on_healthy = stream, on_healthy
         self._changed = threading.Condition()
         self._batches: deque[_ReadBatch] = deque()
         """Read and not written yet, in the order of reading."""
@@ -253,8 +261,8 @@ class _Membership:
         self._over = threading.Event()
         """Set when nothing more is to be written: all is, or another member may do it."""
 
-    def run(self, on_joined: Callable[[], None]) -> None:
-        """Join the group, and answer until the stream stops; `on_joined` is called once it has joined.
+    def run(self) -> None:
+        """Join the group, and answer until the stream stops.
 
         Raises:
             SettingsError: the broker has no transactions, or messages are gone.
@@ -275,8 +283,6 @@ class _Membership:
             if not self._wait_for_version():
                 return
             reader.open()
-            on_joined()
-            stream.problems.pop("broker", None)
             thread = threading.Thread(target=self._write, args=(reader, writer), name="serving-answers", daemon=True)
             thread.start()
             try:
@@ -298,22 +304,30 @@ class _Membership:
         return True
 
     def _read(self, reader: GroupClient) -> None:
-        stream, lag_due = self._stream, 0.0
+        stream, lag_due, read = self._stream, 0.0, time.monotonic()
         while not stream.stopping.is_set():
             with self._changed:
-                self._changed.wait_for(self._may_read, _POLL.total_seconds())
+                may_read = self._changed.wait_for(self._may_read, _POLL.total_seconds())
                 self._raise_error()
-                if not self._may_read():
-                    continue
-            room = stream.settings.max_in_flight - self._in_flight
-            fetched = [each for each in reader.poll(_POLL, min(_MOST_READ, room)) if len(each)]
+            if may_read:
+                read = time.monotonic()
+                reader.go_on()
+                polled = reader.poll(_POLL, min(_MOST_READ, stream.settings.max_in_flight - self._in_flight))
+            elif time.monotonic() > read + _REST_SECONDS:
+                polled = reader.rest()
+            else:
+                continue
+            fetched = [each for each in polled if len(each)]
             if fetched:
                 self._take(fetched, reader)
             if time.monotonic() >= lag_due or stream.partitions != reader.assigned():
                 unread, problem = reader.behind()
+                if reader.assigned() and not unread and not self._in_flight:
+                    self._on_healthy()
                 stream.lag, stream.partitions = unread + self._in_flight, reader.assigned()
                 stream.metrics.lag.set(stream.lag)
-                _set(stream.problems, "broker", problem)
+                if problem is not None:
+                    stream.problems["broker"] = problem
                 lag_due = time.monotonic() + _LAG_SECONDS
 
     def _may_read(self) -> bool:
@@ -375,7 +389,8 @@ class _Membership:
             if self._over.is_set():
                 return []
             oldest = self._batches[0]
-        oldest.answers.result()
+        while not oldest.answers.done() and not self._over.is_set():
+            concurrent.futures.wait([oldest.answers], _POLL.total_seconds())
         with self._changed:
             if self._over.is_set():
                 return []  # other members may answer it by now
@@ -399,6 +414,7 @@ class _Membership:
             each.messages.partition: each.messages.end for batch in batches for each in batch.assembled.incoming
         }
         writer.write(records, positions, batches[0].membership)
+        self._on_healthy()
         now_ms = time.time() * 1000
         self._stream.metrics.answered(np.sort(np.maximum(0, now_ms - np.array(times_ms, np.float64)) / 1000))
         self._stream.metrics.dead_lettered(len(letters))

@@ -100,7 +100,7 @@ def pipeline_files(
     """
     target, classes = label
     lines = [
-        f"# SectionField by anabranch init, from {toml_comment(source)}.",
+        f"# Written by anabranch init, from {toml_comment(source)}.",
         "# Every key that is left out has its default; docs/reference.md lists them all.",
         "",
         f"name = {toml_value(re.sub('[^A-Za-z0-9._-]+', '-', name).strip('-._')[:100] or 'pipeline')}",

@@ -5,7 +5,7 @@ Each decision is one that a person can check: the comment above a field says wha
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -249,6 +249,11 @@ def _seconds(value: Any) -> float | None:
         return None
 
 
+def _is_free(name: str, used: Collection[str]) -> bool:
+    """Return whether a feature may have this name, and its mark of a missing value too."""
+    return not {name, f"{name}_missing", name.removesuffix("_missing")} & {*used}
+
+
 def _identifiers(columns: Sequence[_Column]) -> dict[Path_, str]:
     """Return a name in `[schema]` for each column: the last part of its path where no other has that."""
     names: dict[Path_, str] = {}
@@ -256,9 +261,9 @@ def _identifiers(columns: Sequence[_Column]) -> dict[Path_, str]:
         for end in range(1, len(column.path) + 1):
             name = re.sub(r"\W", "_", "_".join(column.path[-end:]), flags=re.ASCII)
             name = name if re.match(r"[A-Za-z_]", name) else f"_{name}"
-            if name not in names.values() and f"{name}_missing" not in names.values():
+            if _is_free(name, names.values()):
                 break
-        while name in names.values():
+        while not _is_free(name, names.values()):
             name += "_"
         names[column.path] = name
     return names
@@ -277,7 +282,7 @@ def _written_path(path: Path_, name: str) -> str | Path_:
 
 def _classes(target: _Column) -> tuple[Classes, str]:
     """Return the classes of the label, and why."""
-    name, values = target.written, set(target.present) if target.kind != "list" else set()
+    name, values = target.written, set(target.present) if target.kind not in ("list", "") else set()
     if target.kind == "bool":
         return 2, f"{name} is true or false"
     if target.kind == "string":
@@ -336,7 +341,11 @@ def _described(column: _Column, name: str, target: _Column) -> PipelineField:
         rows = min(2**16, 2 ** math.ceil(math.log2(count * 2)))
         comment = f"{count:,} different texts: rows of a table that grows{missing}"
         return replace(of, dtype="string", learn=rows, may_be_missing=bool(column.nulls), comment=comment)
-    return _of_numbers(of, np.array(column.present, np.float64), missing)
+    try:
+        numbers = np.array(column.present, np.float64)
+    except OverflowError:
+        return replace(left_out, why="it has whole numbers that are larger than any float")
+    return _of_numbers(of, numbers, missing)
 
 
 def _of_numbers(of: PipelineField, values: Any, missing: str) -> PipelineField:
@@ -390,5 +399,7 @@ def _gives_away(column: _Column, target: _Column) -> bool:
     """Return whether each of several values of a column has one label alone, and each label one value."""
     if target.kind not in ("bool", "int", "string") or column.distinct != target.distinct or target.distinct < 2:
         return False
+    if len(column.present) < 2 * target.distinct:
+        return False  # of numbers that are all different each pair is unique
     pairs = {pair for pair in zip(column.values, target.values, strict=True) if None not in pair}
     return len(column.present) >= _FEWEST_ROWS and len(pairs) == target.distinct == len({value for value, _ in pairs})

@@ -22,6 +22,7 @@ from anabranch.ingest.kafka.confluent.connection import brief, make
 from anabranch.ingest.kafka.dead_letters import LARGEST_LETTER
 from anabranch.ingest.settings.stream import StreamSettings
 
+_A_MOMENT = timedelta(milliseconds=10)
 _COMMITTED_SECONDS = 15.0
 """How long to ask for the group's offsets: longer than a transaction of a process that is gone stays open."""
 _START_SECONDS = 30.0
@@ -88,6 +89,20 @@ class GroupClient(ConfluentClient):
         if self._failure is not None:
             raise self._failure
         return found
+
+    def rest(self) -> list[Messages]:
+        """Stay a member of the group and read no more; called again and again, so that partitions can be given up.
+
+        Returns what was read all the same, as of partitions that are new. Raises as `poll` does.
+        """
+        if self._positions and not self._paused:
+            self.assign(self._positions, self._positions)
+        return self.poll(_A_MOMENT, 2)
+
+    def go_on(self) -> None:
+        """Read again after a rest."""
+        if self._paused:
+            self.assign(self._positions)
 
     def assigned(self) -> int:
         """Return how many partitions this member has."""
@@ -220,6 +235,8 @@ class Writer:
                     produce(self._topic, record.value, record.key, headers=record.headers, on_delivery=on_delivery)
                 except BufferError:
                     self._producer.poll(0.1)
+                except KafkaException as exc:  # larger than any that this client sends
+                    raise self._refusal(exc.args[0]) from exc
                 else:
                     break
         self._producer.poll(0)
@@ -231,7 +248,12 @@ class Writer:
     def _raise_error(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
-            raise BrokerError(f"{self._topic} does not take answers: {error.str()}")
+            raise self._refusal(error)
+
+    def _refusal(self, error: KafkaError) -> BrokerError:
+        large = error.code() in (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
+        way_out = "; raise its max.message.bytes" if large else ""
+        return BrokerError(f"{self._topic} does not take answers: {error.str()}{way_out}")
 
 
 class TransactionalWriter(Writer):

@@ -167,6 +167,7 @@ class TestColumns:
             ([[1], [1, 2]] * 15, "of several lengths"),
             ([f"a sentence of many words, the {n % 9}th of all that there are" for n in range(30)], "it is a text"),
             (["yes", "no"] * 15, "seems to be known after it"),
+            ([10**400 + n % 3 for n in range(30)], "larger than any float"),
         ],
     )
     def test_what_is_no_feature_says_why(self, values, why):
@@ -178,6 +179,16 @@ class TestColumns:
         column, target = _columns(rows)
         field = _described(column, "created", target)
         assert (field.unit, field.cycles) == (unit, ("day",))
+
+    def test_a_number_beside_a_target_of_different_numbers_is_a_feature(self):
+        prices = random.Random(1).sample(range(10**6), 60)
+        assert self.described([price / 7 for price in prices], prices).dtype == "float32"
+
+    def test_no_name_is_the_mark_of_a_missing_value_of_another(self):
+        for row in ({"a": 1, "a_missing": 2, "y": 0}, {"a_missing": 2, "a": 1, "y": 0}):
+            names = {*_identifiers(_columns([row, row])).values()}
+            assert len(names) == 3
+            assert not names & {f"{name}_missing" for name in names}
 
     def test_numbers_with_a_heavy_tail_are_scaled_by_rank(self):
         assert self.described([n % 5 for n in range(400)] + [1e9]).scale == "quantile"
@@ -218,6 +229,11 @@ class TestRefusals:
         monkeypatch.setattr("sys.stdin.isatty", lambda: False)
         assert cli.main(["init", str(file.parent / "p"), "--from", str(file)]) == 2
         assert "name the field to predict with --label: one of order_id" in capsys.readouterr().err
+
+    def test_a_label_of_lists_and_numbers_is_none(self, tmp_path):
+        write_jsonl(tmp_path / "mixed.jsonl", [{"x": n / 3, "y": [1] if n % 2 else 1} for n in range(30)])
+        with pytest.raises(SettingsError, match="the label y has"):
+            loaded(tmp_path / "mixed.jsonl", "y")
 
     def test_a_label_of_many_texts_is_none(self, file):
         file.write_text("".join(json.dumps({"a": n, "b": f"t{n}"}) + "\n" for n in range(2000)))

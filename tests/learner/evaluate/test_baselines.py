@@ -113,6 +113,13 @@ def test_the_mean_of_numbers_is_not_moved_by_one_of_any_size():
     assert found.other_windows(1)["now"] == pytest.approx(-2 / np.sqrt(np.pi), rel=0.05)
 
 
+def test_the_mean_of_a_group_is_its_own_however_large():
+    rules, of = Baselines(schema_of()), groups(*[1] * 9, 2)
+    for _ in range(20):
+        rules.add(np.array([3.0] * 9 + [400.0]), of)
+    assert rules.guess(groups(1, 2))[:, 2].tolist() == [3.0, 400.0]
+
+
 def test_other_labels_have_no_baselines():
     for schema in (schema_of(3, multi=True), schema_of(3, length=4)):
         rules = Baselines(schema)

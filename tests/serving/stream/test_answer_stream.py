@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import Consumer, KafkaError, KafkaException
 from kafka import KafkaAdminClient, TopicPartition
 
 from anabranch.core.errors import SettingsError
@@ -233,6 +233,43 @@ def test_servers_divide_the_partitions_and_one_that_stops_loses_no_message(
         records = answers(consume_all, stream, 90)
         eventually(lambda: first.report().stream.partitions == 2)
     assert len(sources(records)) == len(set(sources(records))) == 90
+
+
+@pytest.mark.slow
+def test_a_server_that_joins_gets_partitions_while_the_model_answers_nothing(
+    kafka, stream, deploy, served, produce, models, eventually
+):
+    if kafka.kind == "embedded":
+        pytest.skip("the embedded broker answers no member that leaves during a rebalance")
+    publisher = stream.of(deploy("held"))
+    publisher.publish(1)
+    given = []
+    with served(publisher, stream=stream.settings(max_in_flight=8), max_batch=4) as running:
+        (models / "hold").touch()
+        settings = {"bootstrap.servers": stream.bootstrap, "group.id": "anabranch-tiny-answers"}
+        other = Consumer({**settings, "session.timeout.ms": 6000, "enable.auto.commit": False})
+        try:
+            produce(stream.bootstrap, stream.input, [event(i) for i in range(100)])
+            eventually(lambda: running.report().stream.lag == 100)
+            other.subscribe([stream.input], on_assign=lambda _, partitions: given.extend(partitions))
+            eventually(lambda: other.poll(0.1) or given)
+        finally:
+            (models / "hold").unlink()
+            other.close()
+
+
+def test_an_answer_that_the_topic_does_not_take_is_a_problem_that_lasts(stream, deploy, served, produce, eventually):
+    publisher = stream.of(deploy("linear"), format="rows")
+    publisher.publish(1, {"weight": torch.randn(3, 4), "bias": torch.randn(3)})
+    rows = np.zeros(40_000, row_dtype(publisher.deployment.schema))
+    rows["x"] = np.random.default_rng(0).standard_normal((40_000, 4))
+    produce(stream.bootstrap, stream.input, [rows.tobytes()])
+    with served(publisher, stream=stream.settings()) as running:
+        eventually(lambda: any("raise its max.message.bytes" in each for each in running.report().problems))
+        (before,) = running.report().problems
+        time = running.report().time
+        eventually(lambda: running.report().time > time + 3)
+        assert [before] == running.report().problems
 
 
 @pytest.mark.slow
