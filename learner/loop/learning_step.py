@@ -491,7 +491,7 @@ class LearningStep:
         results = [each.result for each in finite if each.result is not None]
         score, loss = sum(each.score for each in results), sum(each.loss_new for each in results)
         outputs = [each.output_B for each in results if each.output_B is not None]
-        # Not where a step has outputs of its own rank alone, or also of events without a label.
+        # Not where a step has outputs of one rank alone, or also of events without a label.
         if labelled.all() and len(outputs) == len(finite) and sum(map(len, outputs)) == len(label):
             predictions = predictions_of(self._trainer.task, outputs, label, group)
         else:

@@ -48,7 +48,7 @@ from anabranch.serving.settings import ServingSettings
 _POLL = timedelta(milliseconds=100)
 _LAG_SECONDS = 2.0
 _REST_SECONDS = 1.0
-"""How long nothing may be read until the group is attended to all the same: short pauses are usual."""
+"""How long nothing may be read until the group is polled all the same: short pauses are usual."""
 _MOST_READ = 1024
 """Messages that are decoded together."""
 _MOST_BYTES = 32_000_000

@@ -180,7 +180,7 @@ class TestColumns:
         field = _described(column, "created", target)
         assert (field.unit, field.cycles) == (unit, ("day",))
 
-    def test_a_number_beside_a_target_of_different_numbers_is_a_feature(self):
+    def test_a_number_next_to_a_target_of_different_numbers_is_a_feature(self):
         prices = random.Random(1).sample(range(10**6), 60)
         assert self.described([price / 7 for price in prices], prices).dtype == "float32"
 
