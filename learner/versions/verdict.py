@@ -192,11 +192,17 @@ def _difference(inputs: GateInput, name: str, measure: Measure, marks: Marks) ->
 
 
 def _not_finite(inputs: GateInput) -> int:
-    """Return on how many events the candidate alone has no finite score; those without one for either do not count."""
-    finite = np.isfinite(inputs.candidate)
+    """Return on how many events the candidate alone has no finite score, or where measures judge too, no finite output;
+    those without one for either do not count."""
+    finite = _finite(inputs, "candidate", inputs.candidate)
     if len(finite) and not finite.any():
         return len(finite)
-    return int(np.count_nonzero(~finite & np.isfinite(inputs.served))) if inputs.served is not None else 0
+    return int(np.count_nonzero(~finite & _finite(inputs, "served", inputs.served))) if inputs.served is not None else 0
+
+
+def _finite(inputs: GateInput, name: str, scores_G: Scores) -> Marks:
+    finite, outcomes = np.isfinite(scores_G), inputs.outcomes.get(name)
+    return finite if outcomes is None else finite & np.isfinite(outcomes.predicted).all(axis=1)
 
 
 _RIVALS = {"served": "the served version", "best": "the best version served lately"}

@@ -121,6 +121,15 @@ def test_events_without_a_finite_prediction_do_not_count():
     assert np.isfinite(verdict.numbers["average_precision_drop"])
 
 
+@pytest.mark.parametrize("odds", [np.inf, -np.inf])
+def test_a_candidate_whose_log_odds_are_infinite_where_those_of_the_served_version_are_not_fails(odds):
+    payments = Payments(20, 3)
+    candidate = payments.version(0.1)
+    candidate.predicted[payments.label == 1] = odds
+    verdict = payments.verdict(candidate, payments.version(0.1), {"average_precision": 0.02})
+    assert (verdict.verdict, verdict.reasons) == ("fail", ["its score is not finite on 20 of 2000 held-out events"])
+
+
 def test_without_positives_the_verdict_is_inconclusive():
     payments = Payments(0, 4)
     odds = Outcomes("two-classes", payments.risk[:, None], payments.label)
