@@ -31,7 +31,7 @@ Kind = Literal["two-classes", "classes", "labels", "number"]
 RESAMPLES = 200
 _FEWEST_RESAMPLES = 40
 _MOST_CELLS = 400_000
-"""Events times resamples."""
+"""Events times resamples, and times classes where each event has several labels."""
 _BINS = 15
 """Bins of equal width of the expected calibration error (Guo et al. 2017, "On calibration of modern neural
 networks")."""
@@ -200,7 +200,8 @@ def resamples(outcomes: Outcomes) -> Floats:
     """
     unit_G = None if outcomes.group is None else np.unique(_group_of_each(outcomes.group), return_inverse=True)[1]
     units = len(outcomes) if unit_G is None else int(unit_G.max(initial=-1)) + 1
-    count = max(_FEWEST_RESAMPLES, min(RESAMPLES, _MOST_CELLS // max(1, len(outcomes))))
+    cells = outcomes.predicted.size if outcomes.kind == "labels" else len(outcomes)
+    count = max(_FEWEST_RESAMPLES, min(RESAMPLES, _MOST_CELLS // max(1, cells)))
     rng = np.random.default_rng(_SEED)
     sampled = rng.integers(units, size=(count, units)) + np.arange(count)[:, None] * units
     counts_RU = np.bincount(sampled.ravel(), minlength=count * units).reshape(count, units).astype(np.float64)

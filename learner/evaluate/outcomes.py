@@ -32,7 +32,8 @@ from anabranch.learner.model.task import Classification, MultiLabel, Regression,
 _MOST_LABELS = 256
 """With more classes of several labels there are no measures: an outcome has a number for each."""
 _TOP = 5
-_WINDOW = 5000
+_WINDOW, _MOST_LABELLED = 5000, 100_000
+"""Events of the window, of several labels also times their classes: estimates pause the loop for so long."""
 _HALF_LIFE = 50_000.0
 _WAITING, _WAITING_BYTES = 2000, 8 << 20
 """Events whose predictions are copied to the host at once, and bytes on the device that they take at most."""
@@ -182,7 +183,9 @@ class StreamOutcomes:
         new, self._rows, self._bytes = _joined(self._waiting), 0, 0
         self._waiting.clear()
         if self._window is None:
-            self._window = Window(new.kind, new.predicted.shape[1], new.label.shape[1:], _WINDOW)
+            columns = new.predicted.shape[1]
+            rows = min(_WINDOW, _MOST_LABELLED // columns) if new.kind == "labels" else _WINDOW
+            self._window = Window(new.kind, columns, new.label.shape[1:], rows)
         self._window.add(new)
         if new.kind == "two-classes":
             self.faded.add(new)

@@ -88,6 +88,14 @@ def test_predictions_that_have_left_the_window_before_it_is_read_are_never_compu
     assert stream.newest.label.tolist() == label[kept].tolist()
 
 
+def test_with_many_labels_the_window_is_shorter_so_that_estimates_take_no_longer():
+    stream, random = StreamOutcomes(), np.random.default_rng(0)
+    label = random.random((1000, 200)) < 0.1
+    stream.add(predictions_of(MultiLabel(), [torch.from_numpy(random.standard_normal((1000, 200)))], label))
+    assert len(stream.newest) == 500
+    assert stream.newest.label.tolist() == label[-500:].tolist()
+
+
 def test_late_labels_count_when_they_come_for_the_prediction_from_before():
     monitor, task = StreamMonitor(LearnerSettings(), SCHEMA), Classification()
     output = torch.randn(40, 2).numpy()
