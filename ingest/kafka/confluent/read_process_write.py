@@ -33,6 +33,8 @@ _SESSION_MS = 6_000
 """After which the group gives the partitions of a process that is gone to others: the least that brokers permit."""
 _FENCED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED)
 _WITHOUT_TRANSACTIONS = (KafkaError._UNSUPPORTED_FEATURE, KafkaError.UNSUPPORTED_VERSION)
+_DROPPED = (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT)
+"""What is reported of the records that an abort drops."""
 _FORBIDDEN = (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
 log = logging.getLogger(__name__)
@@ -242,7 +244,7 @@ class Writer:
         self._producer.poll(0)
 
     def _on_delivery(self, error: KafkaError | None, _: Any) -> None:
-        if error is not None:
+        if error is not None and error.code() not in _DROPPED:
             self._error = self._error or error
 
     def _raise_error(self) -> None:
@@ -297,6 +299,7 @@ class TransactionalWriter(Writer):
             self._producer.send_offsets_to_transaction(_offsets(positions), membership, _COMMIT_SECONDS)
             self._producer.commit_transaction(_COMMIT_SECONDS)
         except KafkaException as exc:
+            self._abort()  # which waits for the reports of all records: of one that the topic refused among them
             self._raise_error()
             error = exc.args[0]
             if error.code() in _FENCED:
@@ -315,11 +318,14 @@ class TransactionalWriter(Writer):
     def close(self) -> None:
         """Abort what is open, if the broker answers at once: otherwise it does so itself."""
         if self._producer is not None:
-            try:
-                self._producer.abort_transaction(1.0)
-            except KafkaException as exc:
-                log.debug("no transaction was aborted: %s", brief(exc))
+            self._abort()
         super().close()
+
+    def _abort(self) -> None:
+        try:
+            self._producer.abort_transaction(1.0)
+        except KafkaException as exc:
+            log.debug("no transaction was aborted: %s", brief(exc))
 
 
 def _offsets(positions: Mapping[TopicPartition, int]) -> list[Any]:
