@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anabranch.learner.device.cpu_priority import shorten_slice
 from anabranch.runtime.daemon import enter, exit_at_once
 from anabranch.serving.freed_memory import return_freed_memory
 
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def serve_config(config: "Config", stop: threading.Event) -> None:
         return_freed_memory()
+        shorten_slice()
         if options.worker is not None:
             _work(config, stop, options)
         elif config.pipeline.serving.workers > 1:

@@ -33,6 +33,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from anabranch.learner.device.cpu_priority import shorten_slice
 from benchmarks.harness import commands
 from benchmarks.harness.cores import split
 from benchmarks.harness.event_feed import EventFeed
@@ -73,6 +74,7 @@ class SchedulingLatency:
 def _serve(connection: Connection, cores: set[int] | None) -> None:
     if cores is not None:
         os.sched_setaffinity(0, cores)
+    shorten_slice()  # as a server does
     generator = np.random.default_rng(0)
     for seconds in commands.received(connection):
         late, end = [], time.perf_counter() + seconds

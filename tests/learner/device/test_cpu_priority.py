@@ -68,3 +68,32 @@ def test_a_level_gives_training_at_least_its_fraction(fraction):
     if level < 19:
         assert weight / (1 + weight) >= min(fraction, 0.5) - 1e-9
     assert nice_level(0.0) == 19
+
+
+SLICES = """
+import ctypes, os, platform, threading
+from anabranch.learner.device import cpu_priority
+
+def attributes():
+    read = ctypes.create_string_buffer(cpu_priority._ATTRIBUTES.size)
+    ctypes.CDLL(None).syscall({"x86_64": 315, "aarch64": 275}[platform.machine()], 0, read, len(read), 0)
+    return cpu_priority._ATTRIBUTES.unpack(read.raw)
+
+os.nice(3)
+before, took = attributes(), cpu_priority.shorten_slice()
+later = []
+thread = threading.Thread(target=lambda: later.append(attributes()))
+thread.start(), thread.join()
+print(took, before[3], before[5], later[0][3], later[0][5])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has slices")
+@pytest.mark.process
+def test_a_shortened_slice_is_that_of_later_threads_too_and_leaves_the_level():
+    done = subprocess.run([sys.executable, "-c", SLICES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    took, *numbers = done.stdout.split()
+    nice, slice_before, nice_later, slice_later = map(int, numbers)
+    assert (took, nice, nice_later) == ("True", 3, 3)
+    assert slice_later == (100_000 if slice_before else 0)  # kernels before 6.12 have none
