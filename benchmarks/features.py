@@ -22,7 +22,7 @@ The accuracy is prequential: of each event before it is trained on, in percent, 
               in the mean, whose classes and whose dependence on the numbers differ; `alike` is the same, but groups do
               not differ; `flights` has the number of the flight, which is of one line and plan
 
-Figures of the moments are in the tests: tests/learner/model/features/test_moments.py.
+Figures of the moments are in the tests: tests/learner/model/features/test_statistics.py.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""The link between the steps of the loop and the join of late labels, on a join without a loop."""
+"""The link between the steps of the loop and the join of late labels; what the loop does for them without a join."""
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from anabranch.learner.model.task import Classification
 from anabranch.learner.stream.batch import Batch, Span
 from anabranch.learner.stream.lag import LagPolicy
 from anabranch.learner.stream.ledger import Ledger
+from tests.learner.learner_bench import ROWS
 
 EVENTS, LABELS = TopicPartition("events", 0), TopicPartition("labels", 0)
 PARTITIONS = [Partition(EVENTS, 0, None), Partition(LABELS, 0, None)]
@@ -412,3 +414,34 @@ def test_the_join_is_kept_small_before_there_is_a_stream_time(bench, monkeypatch
     monkeypatch.setattr(bench.late.join.events, "tidy", lambda: calls.append(None))
     bench.late._advance(PARTITIONS, None)
     assert len(calls) == 1
+
+
+BLOCKS = 6
+
+
+def run(bench, monkeypatch, begin):
+    monkeypatch.setattr(bench.loop, "_before_round", [lambda batch, _partitions: begin(batch)])
+    bench.run()
+    bench.close()
+
+
+def test_events_that_begin_to_wait_are_predicted_once_there_is_memory_again(make_bench, monkeypatch):
+    bench, begun = make_bench(BLOCKS), [0]
+
+    def short_once(batch):
+        begun[0] += 1
+        if begun[0] == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        return batch
+
+    run(bench, monkeypatch, short_once)
+    assert begun == [BLOCKS + 1]
+    assert bench.loop.state.rows_new == BLOCKS * (ROWS - 1)
+
+
+def test_held_out_events_get_the_label_that_came_later(make_bench, monkeypatch, schema):
+    bench = make_bench(BLOCKS)
+    late = fake_columns(schema, [5, ROWS + 5], label=[0])
+    run(bench, monkeypatch, lambda batch: replace(batch, relabelled=late if bench.loop.state.steps == 2 else {}))
+    assert bench.holdout.held.columns["offset"].tolist() == [block * ROWS + 5 for block in range(BLOCKS)]
+    assert bench.holdout.held.columns["label"].tolist() == [0, 0, 1, 1, 1, 1]

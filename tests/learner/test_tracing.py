@@ -1,16 +1,20 @@
-"""Spans of the learner, as a collector gets them: steps with links to their events, versions, gate, checkpoints."""
+"""Spans of the learner, as a collector gets them, with links to what they cause; the profile of a window of steps."""
 
 import dataclasses
+import json
 import threading
 from collections import Counter
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from anabranch.core.tracing.settings import TracingSettings
 from anabranch.core.tracing.spans import tracing
 from anabranch.ingest.reader.cursors import Partition
+from anabranch.learner.loop.profiler import ProfilerWindow
+from anabranch.learner.settings.learner import ProfileSettings
 from anabranch.learner.stream.batches import Batches
 from anabranch.learner.stream.round_robin import RoundRobin
 from tests.learner.learner_bench import NAME, ROWS
@@ -90,3 +94,36 @@ def test_each_context_is_of_the_batch_that_has_its_event(make_bench, size, in_tu
     block_of = {context(10 * n): n * ROWS for n in range(4)} | {context(10 * n + 1): n * ROWS + 5 for n in range(4)}
     assert all(block_of[each] in offsets for each, offsets in came.items())
     assert in_turns or set(came) == set(block_of)
+
+
+def run(tracing, steps):
+    for step in steps:
+        tracing.step(step)
+        torch.ones(8, 8).matmul(torch.ones(8, 8))
+    tracing.close()
+
+
+def test_one_window_is_written_and_no_more(tmp_path):
+    run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(20))
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert trace.name == "steps-3-7.json"
+    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("aten::matmul") == 4
+
+
+def test_a_window_has_whole_rounds(tmp_path):
+    run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), [1, 2, 9, 12, 17, 20])
+    assert [trace.name for trace in (tmp_path / "traces").iterdir()] == ["steps-9-17.json"]
+
+
+def test_a_window_that_is_over_or_cut_short_is_not_written(tmp_path):
+    run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(10, 20))
+    run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(5))
+    run(ProfilerWindow(None, tmp_path), range(5))
+    assert not (tmp_path / "traces").exists()
+
+
+def test_a_disk_that_cannot_be_written_to_costs_the_trace_alone(tmp_path):
+    (tmp_path / "traces").write_text("in the way")
+    run(ProfilerWindow(ProfileSettings(start=0, steps=2), tmp_path), range(5))
+    assert (tmp_path / "traces").is_file()

@@ -1,7 +1,8 @@
-"""A server that is hostile costs neither memory nor the thread that asks it."""
+"""A server that is hostile, or always sends in time, costs neither memory nor the thread that asks it."""
 
 import contextlib
 import gzip
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -9,6 +10,7 @@ import pytest
 import requests
 
 from anabranch.core.bounded_session import BoundedSession, LateAnswerError, LongAnswerError
+from anabranch.core.socket_deadline import SocketDeadline
 
 
 @pytest.fixture
@@ -88,3 +90,60 @@ def test_an_answer_through_a_proxy_is_bounded_too(server_of, monkeypatch):
     monkeypatch.setenv("no_proxy", "")
     with BoundedSession() as session, pytest.raises(LateAnswerError):
         session.post("http://of.another.host", data=b"spans", timeout=0.1)
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_a_peer_that_always_sends_in_time_is_cut_off_at_the_deadline(pair):
+    ours, theirs = pair
+    deadline = SocketDeadline()
+    deadline.watch(ours)
+    ended = threading.Event()
+
+    def drip():
+        while not ended.wait(0.005):
+            try:
+                theirs.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+            except OSError:
+                return
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        with deadline.ends_within(0.05):
+            while ours.recv(65536):
+                pass
+    finally:
+        ended.set()
+        thread.join()
+    assert deadline.expired
+    deadline.close()
+
+
+def test_an_exchange_that_ends_in_time_leaves_the_connection_as_it_is(pair):
+    ours, theirs = pair
+    deadline = SocketDeadline()
+    deadline.watch(ours)
+    with deadline.ends_within(60):
+        theirs.send(b"x")
+        assert ours.recv(1) == b"x"
+    assert not deadline.expired
+    deadline.close()
+    theirs.send(b"y")
+    assert ours.recv(1) == b"y"
+
+
+def test_a_connection_that_is_opened_after_the_deadline_ends_at_once(pair):
+    ours, _ = pair
+    deadline = SocketDeadline()
+    with deadline.ends_within(0):
+        while not deadline.expired:
+            pass
+        deadline.watch(ours)
+        assert ours.recv(1) == b""
+    deadline.close()

@@ -1,6 +1,7 @@
-"""Files of the state directory are read only where they are files, and their names stay below their folder."""
+"""Files of the state directory: read only where they are files, below their folder, and written whole or not at all."""
 
 import errno
+import itertools
 import os
 import socket
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.core.atomic_files import write_durably
 from anabranch.core.failures import DamagedError, Failure, failure_of
 from anabranch.core.files import check_names, number_of, open_file, read_file
 
@@ -114,3 +116,15 @@ def test_names_of_files_stay_below_their_folder():
     for name in ("state.json", "rank-0/", "rank-0/..", "rank-0/a/../../b", "rank-0//x", "rank-1/x", "./rank-0/x"):
         with pytest.raises(DamagedError, match="is not the name of a file"):
             check_names([name], "rank-0/")
+
+
+def test_no_more_than_some_megabytes_of_a_large_file_wait_to_be_synced(tmp_path, monkeypatch):
+    """A sync of another file may wait for them, and a version is one."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    large, small = os.urandom(11_000_000), os.urandom(1000)
+    pieces = [small, memoryview(b""), memoryview(large), *[small] * 5000, large]
+    write_durably(tmp_path / "file", pieces)
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+    assert synced[-1] == sum(map(len, pieces))
+    assert max(after - before for before, after in itertools.pairwise([0, *synced])) <= 8_000_000

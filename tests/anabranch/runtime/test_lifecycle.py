@@ -1,15 +1,18 @@
-"""What every daemon does when it starts, and signals as an event."""
+"""What every daemon does when it starts, signals as an event, and its log lines."""
 
 import logging
 import resource
 import signal
+import subprocess
+import sys
 import threading
 
 import psutil
 import pytest
 
 from anabranch.core.errors import SettingsError
-from anabranch.core.logs import configure_logging
+from anabranch.core.logs import _PrintableFormatter, configure_logging
+from anabranch.runtime.daemon import set_allocator
 from anabranch.runtime.lifecycle import Exit, raise_descriptor_limit, run, stop_on_signals
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -104,3 +107,31 @@ def test_errors_and_log_lines_give_no_orders_to_the_terminal(capsys):
     assert not set(shown) & {"\x1b", "\x07"}
     assert "refused: \N{REPLACEMENT CHARACTER}]0;owned" in shown
     assert "it is of \N{REPLACEMENT CHARACTER}[2J" in shown
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_allocator_that_is_configured_stays_as_it_is(name):
+    environment = {name: "max_split_size_mb:128"}
+    set_allocator(environment)
+    assert environment == {name: "max_split_size_mb:128"}
+
+
+@pytest.mark.process
+def test_the_allocator_is_configured_before_torch_is_imported():
+    code = (
+        "import os, sys; from anabranch.runtime import daemon; usual = daemon.set_allocator;"
+        "daemon.set_allocator = lambda it: (usual(it), print(it.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules));"
+        "daemon.enter('test', '', None, ['-c', 'none.toml'])"
+    )
+    environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == "expandable_segments:True False\n", done.stderr
+
+
+def test_a_text_with_line_breaks_makes_no_line_that_passes_for_another_message():
+    forged = "a\n2026-01-01 00:00:00,000 INFO learner.run all is well\r\x1b[2J"
+    record = logging.LogRecord("ingest", logging.WARNING, "", 0, "the file %s is missing", (forged,), None)
+    first, second = _PrintableFormatter("%(levelname)s %(name)s %(message)s").format(record).split("\n")
+    assert first == "WARNING ingest the file a"
+    assert second.startswith("    2026-01-01 00:00:00,000 INFO")
+    assert "\x1b" not in second

@@ -1,6 +1,7 @@
-"""The client `confluent` and a broker: partitions that are not to be read for a time."""
+"""The client `confluent` and a broker: partitions that are not to be read for a time, and wrong addresses."""
 
 import contextlib
+import socket
 from collections import defaultdict
 from datetime import timedelta
 
@@ -8,6 +9,7 @@ from confluent_kafka import Producer
 
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.confluent.client import ConfluentClient
+from anabranch.ingest.kafka.diagnostics import unreachable_advertised
 from anabranch.ingest.settings.stream import StreamSettings
 from tests.support.waiting import Patience
 
@@ -50,3 +52,16 @@ def test_the_consumer_is_assigned_only_what_is_to_be_read(kafka, make_topic):
         assert client.poll(timedelta(seconds=0.05), 100) == []
         client.assign(dict.fromkeys(names, 3))
         read_until(lambda: read == {names[0]: [1, 2, 3, 3], names[1]: [2, 3, 3], names[2]: [3, 3]})
+
+
+def test_the_address_that_cannot_be_reached_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        servers = f"127.0.0.1:{port}"
+        assert unreachable_advertised(servers, [("127.0.0.1", port)]) is None
+        sentence = unreachable_advertised(servers, [("127.0.0.1", port), ("kafka-internal.invalid", 9092)])
+        assert sentence is not None
+        assert sentence.startswith(
+            f"the Kafka broker at {servers} gives kafka-internal.invalid:9092 as its address (advertised.listeners), "
+        )
+    assert unreachable_advertised(servers, [("kafka-internal.invalid", 9092)]) is None, "the broker itself is away"

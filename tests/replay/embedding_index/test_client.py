@@ -1,8 +1,9 @@
-"""The index process, real, as the learner's side sees it."""
+"""The index process, real, as the learner's side sees it and as its command line starts it."""
 
 import errno
 import gc
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from anabranch.core.backoff import Backoff
 from anabranch.core.state_metrics import StateCollector, metrics_of
 from anabranch.replay.embedding_index import client as neighbours
+from anabranch.replay.embedding_index import process
 from anabranch.replay.embedding_index.client import IndexStats, NeighbourClient
 from anabranch.replay.embedding_index.protocol import NO_ID, IndexMessage, MessageType
 from tests.support.waiting import wait_until
@@ -383,3 +385,14 @@ def test_without_faiss_the_way_out_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(neighbours.SettingsError, match=r"pip install 'anabranch\[index\]'"):
         NeighbourClient(DIM, 100).open()
+
+
+def test_the_index_process_logs_as_the_learner_does(monkeypatch):
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
+    monkeypatch.setattr(logging.root, "handlers", logging.root.handlers[:])
+    monkeypatch.setattr(sys, "argv", ["", "--connection", "0", "--settings", "{", "--log-level", "error"])
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process.os, "nice", lambda _: None)
+    with pytest.raises(ValueError, match="truncated"):
+        process.main()
+    assert logging.root.level == logging.ERROR

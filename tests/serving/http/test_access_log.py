@@ -1,4 +1,4 @@
-"""Requests have ids, which the log contains; internal errors are logged and not sent to the client."""
+"""Requests have ids, which the log contains; clients neither fill it nor get internal errors."""
 
 import json
 import logging
@@ -6,8 +6,10 @@ import logging
 import httpx
 import pytest
 
+import anabranch.serving.http.server
 from anabranch.serving.http import access_log as request_log
 from anabranch.serving.http.access_log import RequestLog, name_of
+from anabranch.serving.http.server import limited_lines
 from anabranch.serving.inference.service import Service
 
 LATE = {"min_trained_through": "events:0=11", "timeout_ms": 0}
@@ -89,3 +91,24 @@ def test_at_most_a_hundred_lines_a_second_are_logged_with_the_number_left_out(ca
         requests.answered(b"x", "POST", "/infer", 503, 0.1)
         requests.answered(b"x", "POST", "/infer", 503, 0.1)
     assert [line.get("left_out") for line in logged(caplog)[100:]] == [150, None]
+
+
+def test_ten_lines_a_second_are_written_and_the_next_one_has_the_number_left_out(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("anabranch.serving.http.server.time.monotonic", lambda: now[0])
+    logger = logging.getLogger("test.limited")
+    with limited_lines((logger.name,)):
+        for number in range(50):
+            logger.warning("line %d", number)
+        assert caplog.messages == [f"line {number}" for number in range(10)]
+        now[0] += 1
+        logger.warning("line %d", 50)
+        logger.warning("line %d", 51)
+    assert caplog.messages[10:] == ["line 50 (40 lines before this one were left out)", "line 51"]
+    for number in range(50):
+        logger.warning("free %d", number)
+    assert len(caplog.messages) == 62
+
+
+def test_uvicorn_and_asyncio_are_limited():
+    assert anabranch.serving.http.server.LIMITED == ("uvicorn.error", "asyncio")

@@ -1,10 +1,11 @@
-"""Why a version may not be served: the verdict, rollout commands, the schema, the model."""
+"""Why a version may not be served, and `state.json`, which says what has been."""
 
 import pytest
 
 from anabranch.learner.stream.trained_through import PartitionProgress
-from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict
-from anabranch.serving.rollout.eligibility import Requirements, lowered, misfit, refusal, withheld
+from anabranch.learner.versions.format import Manifest, ModelReference, RegistryState, Verdict, Versions
+from anabranch.serving.rollout.eligibility import Requirements, ServingPolicy, lowered, misfit, refusal, withheld
+from anabranch.serving.rollout.state_file import _MOST_RECENT, StateFile
 
 MODEL = ModelReference("m:build", {}, "classification")
 REQUIREMENTS = Requirements("schema", MODEL)
@@ -72,3 +73,32 @@ def test_a_version_that_has_learned_less_names_the_partition():
         candidate = manifest(trained_through={"events:0": PartitionProgress(offset=offset, incarnation=1)})
         assert lowered(served, candidate) == expected
     assert lowered(served, manifest()) == ("events:0", 10, -1)
+
+
+def test_it_names_the_versions_that_served_most_recently(tmp_path):
+    versions = Versions(tmp_path)
+    workers = [StateFile(versions, ServingPolicy(versions)) for _ in range(2)]
+    for previous, number in [(None, 1), (1, 2), (2, 4), (4, 2)]:
+        for worker in workers:  # the second has nothing to add
+            worker.swapped(previous, number)
+    assert versions.state().recent == [1, 2, 4, 2]
+    workers[0].swapped(None, 2)  # a restart
+    assert versions.state().recent == [1, 2, 4, 2]
+    for number in range(5, 5 + 2 * _MOST_RECENT):
+        workers[0].swapped(number - 1, number)
+    assert versions.state().recent == [*range(5 + _MOST_RECENT, 5 + 2 * _MOST_RECENT)]
+
+
+def test_a_worker_that_is_late_to_pin_withdraws_no_version(tmp_path):
+    """It chose while one was pinned, and writes after another worker has unpinned it."""
+    versions = Versions(tmp_path)
+    worker = StateFile(versions, ServingPolicy(versions))
+    versions.write_state(RegistryState(serving=2, pinned=1))
+    assert worker.read()
+    versions.write_state(RegistryState(serving=2))
+    worker.swapped(2, 1)
+    assert versions.state().rolled_back == []
+    # Without a pin, a version that is replaced by an older one is withdrawn.
+    worker.swapped(1, 2)
+    worker.swapped(2, 1)
+    assert versions.state().rolled_back == [2]

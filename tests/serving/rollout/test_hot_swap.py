@@ -47,7 +47,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 
 def state_of(publisher):
-    """Return the contents of `state.json` without `recent`, of which `test_state_file.py` has the tests."""
+    """Return the contents of `state.json` without `recent`, of which `test_eligibility.py` has the tests."""
     return msgspec.structs.replace(publisher.versions.state(), recent=[])
 
 

@@ -1,12 +1,121 @@
-"""Events: found by comparing reports, merged where they are close, and kept in fixed memory."""
+"""The dashboard's history: versions, means at each resolution, and events found by comparing reports."""
+
+import math
+from collections import defaultdict
 
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anabranch.learner.status.report import ChallengerReport, LearnerReport, SearchReport, UndoReport
 from anabranch.serving.dashboard.events import KINDS, Event, EventDetector, EventLog
+from anabranch.serving.dashboard.time_series import RESOLUTIONS, History
+from anabranch.serving.dashboard.version_history import FAILED, MINUTES, NEWEST, VersionHistory
 from anabranch.serving.reporting.report import ServingReport
 from anabranch.serving.rollout.version_list import VersionLine
+
+
+def line(number, fate="swapped", verdict="pass", every=1.0):
+    return VersionLine(number=number, time=6000 + number * every, fate=fate, verdict=verdict)
+
+
+def on_disk(newest, fates=None, verdicts=None, every=1.0):
+    """The 20 newest versions, the newest of them served but for `fates`."""
+    fates = fates or {newest: "served"}
+    numbers = range(newest, max(0, newest - 20), -1)
+    return [line(n, fates.get(n, "swapped"), (verdicts or {}).get(n, "pass"), every) for n in numbers]
+
+
+def test_one_a_minute_is_listed_of_those_that_are_neither_new_nor_special():
+    history = VersionHistory()
+    for newest in range(1, 301):
+        rows = history.update(on_disk(newest))
+    numbers = [row.number for row in rows]
+    assert numbers[:NEWEST] == list(range(300, 300 - NEWEST, -1))
+    assert numbers[NEWEST:] == [240, 180, 120, 60, 1]
+    assert [row.removed for row in rows] == [False] * NEWEST + [True] * 5
+
+
+@pytest.mark.slow
+def test_memory_is_fixed():
+    history = VersionHistory()
+    for newest in range(1, 5000):
+        rows = history.update(on_disk(newest, verdicts={n: "fail" for n in range(newest) if n % 7 == 0}, every=30.0))
+        assert len(rows) <= NEWEST + FAILED + MINUTES + 3
+
+
+def test_a_failed_version_stays_listed_when_newer_ones_have_passed():
+    history = VersionHistory()
+    for newest in range(1, 100):
+        rows = history.update(on_disk(newest, verdicts={30: "fail"}))
+    assert [(row.number, row.verdict) for row in rows if row.number == 30] == [(30, "fail")]
+
+
+def test_the_pinned_version_and_the_one_before_stay_listed():
+    history = VersionHistory()
+    history.update(on_disk(9))
+    for newest in range(10, 25):
+        rows = history.update(on_disk(newest, {8: "pinned"}))
+    fates = {row.number: row.fate for row in rows}
+    assert fates[8] == "pinned"
+    assert fates[9] == "swapped"
+    rows = history.update(on_disk(25, {25: "served"}))
+    assert {row.number: row.fate for row in rows}[8] == "swapped"
+
+
+def test_a_version_that_waits_when_its_files_go_is_superseded():
+    history = VersionHistory()
+    history.update([line(1, "waiting")])
+    rows = history.update([line(3, "served"), line(2)])
+    assert [(row.number, row.fate, row.removed) for row in rows] == [
+        (3, "served", False),
+        (2, "swapped", False),
+        (1, "superseded", True),
+    ]
+
+
+SMALL = ((1, 5), (10, 4))
+SAMPLES = st.lists(st.tuples(st.floats(0, 30), st.none() | st.floats(-1e3, 1e3)), max_size=60)
+
+
+@given(SAMPLES, st.integers(0, 400))
+def test_every_resolution_holds_the_means_of_its_newest_points(samples, since):
+    history = History(["a"], SMALL)
+    added, now = defaultdict(list), 0.0
+    for pause, value in samples:
+        now += pause
+        history.add(now, {"a": value})
+        for step, _ in SMALL:
+            added[step, int(now // step)].append(value)
+    for step, points in SMALL:
+        newest = int(now // step)
+        expected = {
+            bucket * step: [value for value in values if value is not None]
+            for (resolution, bucket), values in added.items()
+            if resolution == step and bucket > newest - points and bucket >= since // step
+        }
+        found = history.since(since, step)
+        assert found["step"] == step
+        assert found["time"] == sorted(expected)
+        for time, mean in zip(found["time"], found["series"]["a"], strict=True):
+            known = expected[time]
+            assert math.isnan(mean) if not known else mean == pytest.approx(np.mean(known), abs=1e-4)
+
+
+def test_a_clock_that_is_set_back_takes_with_it_what_came_later():
+    history = History(["a"], SMALL)
+    for moment in (100, 101, 102, 100.5):
+        history.add(moment, {"a": moment})
+    assert history.since(0, 1)["time"] == [100]
+    history.add(101, {"a": 7.0})
+    assert history.since(0, 1)["series"]["a"] == [100.25, 7.0]
+
+
+def test_ten_minutes_two_hours_and_a_week_are_kept():
+    assert [step * points for step, points in RESOLUTIONS] == [600, 7200, 7 * 86400]
+
 
 BEGAN = 1000.0
 

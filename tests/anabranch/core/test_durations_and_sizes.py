@@ -1,3 +1,5 @@
+"""Durations and sizes as people write and read them."""
+
 from datetime import timedelta
 
 import pytest
@@ -5,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.core.durations import format_duration, parse_duration
+from anabranch.core.sizes import size_text
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,11 @@ def test_a_duration_is_written_in_the_largest_unit_that_leaves_it_whole(text, wr
 @given(st.integers(0, 10**12).map(lambda n: timedelta(milliseconds=n)))
 def test_what_is_written_is_read_back(duration):
     assert parse_duration(format_duration(duration)) == duration
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (999, "999 B"), (999_499, "999 kB"), (999_600, "1 MB"), (1e6, "1 MB"), (5e15, "5,000 TB")],
+)
+def test_a_size_has_three_digits_and_the_unit_that_needs_no_exponent(value, text):
+    assert size_text(value) == text
