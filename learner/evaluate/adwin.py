@@ -188,6 +188,13 @@ class Adwin:
         return None if self._all is None else self._all.total / self._all.weight
 
     @property
+    def totals(self) -> list[float]:
+        """Total over the window, and the K next to it, as they count; zeros before the first value."""
+        if self._all is None:
+            return [0.0] * (1 + self._others)
+        return [self._all.total, *self._all.extra[: self._others].tolist()]
+
+    @property
     def weight(self) -> float:
         """Observations in the window."""
         return 0.0 if self._all is None else self._all.weight
@@ -200,10 +207,7 @@ class Adwin:
     @property
     def other_means(self) -> list[float]:
         """Means over the window of the K totals next to the values; zeros before the first."""
-        if self._all is None or not self._others:
-            return [0.0] * self._others
-        means: list[float] = (self._all.extra[: self._others] / self._all.weight).tolist()
-        return means
+        return [total / (self.weight or 1.0) for total in self.totals[1:]]
 
     @property
     def other_errors(self) -> list[float]:

@@ -39,6 +39,9 @@ class RunningMean:
         """Add the total of some rows, and those next to it."""
         self.window.add(total, rows, others)
         self.rows += rows
+        if self.rows == self.window.weight:  # the first values are bounded again once their size is known
+            self.total, *self.others = self.window.totals
+            return
         added, *extra = self.window.added
         self.total += added
         self.others = [one + other for one, other in zip(self.others, extra, strict=True)]

@@ -9,8 +9,9 @@ import pytest
 
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.evaluate.adwin import LIMIT
 from anabranch.learner.evaluate.replay_ratio import ScoreSum
-from anabranch.learner.evaluate.stream_monitor import NOT_SCORED, Scored, StreamMonitor
+from anabranch.learner.evaluate.stream_monitor import NOT_SCORED, RunningMean, Scored, StreamMonitor
 from anabranch.learner.settings.learner import LearnerSettings
 
 ROWS = 100
@@ -94,3 +95,17 @@ def test_a_score_that_is_not_finite_is_reported_once(caplog):
             monitor.observe(step, Scored(ROWS, math.nan, 1.0, NO), None)
     assert len(caplog.records) == 1
     assert monitor.prequential.score.now is None
+
+
+@pytest.mark.parametrize("at", range(9))
+@pytest.mark.parametrize("wild", [1e4, 1e30])
+def test_one_wild_label_among_the_first_does_not_spoil_the_mean_since_the_beginning(at, wild):
+    mean, resumed = RunningMean(bounded=False, others=1), RunningMean(bounded=False, others=1)
+    for number in range(100):
+        error = wild if number == at else 1.0
+        mean.add(-error * ROWS, ROWS, [-2 * error * ROWS])
+        if number == 4:
+            resumed.restore(json.loads(json.dumps(mean.state())))
+            mean = resumed
+    assert mean.overall == pytest.approx(-(99 + LIMIT) / 100)
+    assert mean.other_windows(0)["overall"] == pytest.approx(-2 * (99 + LIMIT) / 100)
