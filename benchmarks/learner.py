@@ -16,6 +16,7 @@
     overhead a model too small to matter, on events from memory: CPU time of the loop's thread that a plain loop in the
              same thread does not take, of steps with 64 and with 512 new events; in blocks of 4,096 events, and in
              blocks of one step, as of wide events or of many partitions
+    measures the same with two and with ten classes: what measures and baselines of new events take of that CPU time
 
 In the first six parts the learner reads a live topic of packed rows, replays one old event for each new one,
 publishes every second and checkpoints every 30 seconds. The baseline loop trains the same model with the same
@@ -58,7 +59,7 @@ from benchmarks.harness.cores import split
 from benchmarks.harness.event_feed import EventFeed
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.lock_probe import late_wakeups
-from benchmarks.harness.overhead import BLOCK, measure
+from benchmarks.harness.overhead import BLOCK, FEATURES, MEASURING, measure
 from benchmarks.harness.pipeline import (
     LearnerProcess,
     Stream,
@@ -141,10 +142,14 @@ TARGETS = {
     "tiny_512_over_plain": Target(0.9, least=True),
     "tiny_64_by_blocks_over_plain": Target(0.9, least=True),
     "tiny_512_by_blocks_over_plain": Target(0.9, least=True),
+    "measures_small_2_fraction": Target(0.01),
+    "measures_small_10_fraction": Target(0.01),
     "narrow_events_per_second": Target(400_000, least=True),
     "wakeup_p99_seconds": Target(1e-3),
     "wakeup_worst_seconds": Target(5e-3),
 }
+TINY = [FEATURES, 32, 10]
+"""Widths of a model too small to matter: what is left of a step is the loop's."""
 OPTIMIZER = {"name": "adamw", "lr": 1e-3}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 CONVNET = {"factory": "convnet", "args": {"channels": 16}}
@@ -405,12 +410,25 @@ def overhead(results: Results, sizes: Sizes, _bootstrap: str) -> None:
     events, rounds = sizes.overhead
     for batch in (64, 512):
         for rows, kind in ((BLOCK, f"{batch}"), (batch, f"{batch}_by_blocks")):
-            turns = measure(batch, rows, events // batch, rounds, OPTIMIZER)
+            turns = measure(batch, rows, events // batch, rounds, OPTIMIZER, TINY)
             more = [learner - plain for learner, plain in zip(turns.learner, turns.plain, strict=True)]
             blocks = f"{batch} new and {batch} old events a step, blocks of {rows}"
             results.add(f"overhead_{kind}_seconds", Spread.of(more), blocks)
             results.add(f"tiny_{kind}_over_plain", ratio(turns.plain, turns.learner))
             results.add(f"tiny_{kind}_plain_seconds", Spread.of(turns.plain))
+
+
+def measures(results: Results, sizes: Sizes, _bootstrap: str) -> None:
+    """Measure what measures of new events take of the loop's thread, at the default batch size."""
+    events, rounds = sizes.overhead
+    for name, widths in (("tiny", TINY), ("small", [FEATURES, 256, 128, 10])):
+        for classes in (2, 10):
+            results.title(
+                f"measures: {widths[:-1]} to {classes}, 64 new and 64 old events a step; CPU time of the loop"
+            )
+            turns = measure(64, BLOCK, events // 64, rounds, OPTIMIZER, [*widths[:-1], classes], MEASURING)
+            results.add(f"measures_{name}_{classes}_fraction", Spread.of(turns.parts))
+            results.add(f"measures_{name}_{classes}_step_seconds", Spread.of(turns.learner))
 
 
 def narrow(results: Results, sizes: Sizes, bootstrap: str) -> None:
@@ -465,6 +483,7 @@ PARTS: dict[str, Callable[[Results, Sizes, str], None]] = {
     "narrow": narrow,
     "lock": lock,
     "overhead": overhead,
+    "measures": measures,
 }
 _QUICK_PARTS = ["mlp", "convnet", "tracing", "lock", "overhead"]
 

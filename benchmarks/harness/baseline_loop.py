@@ -92,7 +92,8 @@ def plain_steps(
     torch.manual_seed(0)
     model: nn.Module = getattr(models, described["factory"])(**described["args"]).train()
     optimizer = build_optimizer(OptimizerSettings.model_validate(optimizer_settings), model.parameters())
-    x, y = torch.rand(_POOL_ROWS, features), torch.randint(0, 10, (_POOL_ROWS,))
+    classes = int(described["args"].get("widths", [10])[-1])
+    x, y = torch.rand(_POOL_ROWS, features), torch.randint(0, classes, (_POOL_ROWS,))
     generator, begin_next = np.random.default_rng(0), 0
 
     def step() -> None:

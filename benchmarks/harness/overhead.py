@@ -3,6 +3,8 @@
 Legend: B new events of a step, F features.
 """
 
+import contextlib
+import functools
 import tempfile
 import threading
 import time
@@ -24,14 +26,16 @@ from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.reader.cursors import Partition
 from anabranch.ingest.reader.reader import BlockReader
 from anabranch.learner.assembly import learn
+from anabranch.learner.evaluate.baselines import Baselines
+from anabranch.learner.evaluate.outcomes import StreamOutcomes
+from anabranch.learner.loop import learning_step
+from anabranch.learner.loop.reporter import Reporter
 from anabranch.learner.loop.training_loop import Task, TrainingLoop
 from anabranch.learner.settings.pipeline import PipelineSettings
 from benchmarks.harness.baseline_loop import plain_steps
 from benchmarks.harness.pipeline import Stream, pipeline
 
-FEATURES, CLASSES = 64, 10
-MODEL = {"factory": "mlp", "args": {"widths": [FEATURES, 32, CLASSES]}}
-"""Too small to matter: what is left of a step is the loop's."""
+FEATURES = 64
 BLOCK = 4096
 """Events of a block at most, as many as an ingest process sends at once of events as narrow."""
 
@@ -44,7 +48,7 @@ class MemorySource:
     unknown_fields = overweight = 0
 
     def __init__(self, schema: Schema, rows: int) -> None:
-        self._columns = fake_columns(schema, range(BLOCK), label=range(CLASSES))
+        self._columns = fake_columns(schema, range(BLOCK), label=range(schema.label.classes or 0))
         self._columns["feature.x"] = np.random.default_rng(0).random((BLOCK, FEATURES), np.float32)
         self._rows = rows
         self._sent = 0
@@ -87,8 +91,11 @@ class Turns:
         """Take the fewest steps of a turn, and after how many turns `stop` is set; one more is first, to warm up."""
         self.learner: list[float] = []
         self.plain: list[float] = []
+        self.parts: list[float] = []
+        """What `timed` functions have taken of the CPU time of the learner, where the loop has a core of its own."""
         self._plain, self._least, self._rounds, self._stop = plain, steps, rounds, stop
-        self._begin, self._step = 0.0, 0
+        self._begin, self._step, self._wall = 0.0, 0, 0.0
+        self._spent = {"round": 0.0, "second": 0.0}
         self._numbers: Iterator[int] = count()
 
     def __call__(self, step: int) -> None:
@@ -98,27 +105,64 @@ class Turns:
         """
         if (steps := step - self._step) < self._least:
             return
-        begin = time.thread_time()
+        begin, wall = time.thread_time(), time.monotonic()
         for _ in range(steps):
             self._plain()
         end = time.thread_time()
         if number := next(self._numbers):
             self.learner.append((begin - self._begin) / steps)
             self.plain.append((end - begin) / steps)
+            of_seconds = self._spent["second"] / (wall - self._wall)
+            self.parts.append(self._spent["round"] / (begin - self._begin) + of_seconds)
         if number == self._rounds:
             self._stop.set()
-        self._begin, self._step = time.thread_time(), step
+        self._begin, self._step, self._wall = time.thread_time(), step, time.monotonic()
+        self._spent = {"round": 0.0, "second": 0.0}
+
+    def timed(self, function: Callable[..., Any], each: str) -> Callable[..., Any]:
+        """Return a function that adds its CPU time to that of the turn. It is called `each` round, or second."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **named: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return function(*args, **named)
+            finally:
+                self._spent[each] += time.thread_time() - begin
+
+        return run
 
 
-def measure(batch: int, rows: int, steps: int, rounds: int, optimizer: Mapping[str, Any]) -> Turns:
+MEASURING: Sequence[tuple[Any, str, str]] = (
+    (learning_step, "predictions_of", "round"),
+    (Baselines, "add", "round"),
+    (StreamOutcomes, "add", "round"),
+    (Reporter, "_measures", "second"),
+    (Reporter, "_classes", "second"),
+    (Reporter, "_baselines", "second"),
+)
+"""Functions of the loop's thread that compute measures, and when; none calls another one."""
+
+
+def measure(
+    batch: int,
+    rows: int,
+    steps: int,
+    rounds: int,
+    optimizer: Mapping[str, Any],
+    widths: Sequence[int],
+    parts: Sequence[tuple[Any, str, str]] = (),
+) -> Turns:
     """Return CPU seconds a step of the loop's thread, and of a plain loop, over turns of at least `steps` steps.
 
     Both have one thread of torch, and train on as many old events as new ones. Blocks have `rows` events, a divisor of
-    `BLOCK`.
+    `BLOCK`. `widths`: of the model, from `FEATURES` to its classes. `parts`: functions whose time is `Turns.parts`,
+    by their owners.
     """
+    model = {"factory": "mlp", "args": {"widths": [*widths]}}
     described = {
         "features": {"x": {"dtype": "float32", "shape": [FEATURES]}},
-        "label": {"name": "y", "classes": CLASSES},
+        "label": {"name": "y", "classes": widths[-1]},
     }
     sections = {
         "learner": {"batch_size": batch, "optimizer": optimizer, "max_grad_norm": float("inf")},
@@ -126,19 +170,23 @@ def measure(batch: int, rows: int, steps: int, rounds: int, optimizer: Mapping[s
         "versions": {"publish_every": "1s"},
         "checkpoints": {"every": "30s"},
     }
-    document = pipeline(Stream("localhost:9", "memory", described, 0), MODEL, 0, sections)
+    document = pipeline(Stream("localhost:9", "memory", described, 0), model, 0, sections)
     document["model"]["factory"] = "benchmarks.harness.models:mlp"
     run, stop = TrainingLoop.run, threading.Event()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        plain = plain_steps(MODEL, optimizer, batch, FEATURES)
+        plain = plain_steps(model, optimizer, batch, FEATURES)
         turns = Turns(plain, steps, rounds, stop)
 
         def run_in_turns(loop: TrainingLoop, stop: threading.Event, tasks: Sequence[Task]) -> None:
             run(loop, stop, (*tasks, lambda: turns(loop.state.steps)))
 
-        with patch.object(TrainingLoop, "run", run_in_turns), tempfile.TemporaryDirectory() as folder:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(patch.object(TrainingLoop, "run", run_in_turns))
+            for owner, name, each in parts:
+                stack.enter_context(patch.object(owner, name, turns.timed(getattr(owner, name), each)))
             spec = PipelineSettings.model_validate(document).below(Path(folder))
             source = MemorySource(Schema(spec.events), rows)
             learn(spec, stop, source=cast("BlockReader", source))

@@ -46,6 +46,8 @@ class _MostFrequent:
 
     def add(self, slot_B: NDArray[np.int64], label_B: NDArray[Any]) -> NDArray[np.int64]:
         """Count B labels, and return the guess that preceded each."""
+        if len(self.guess) == 1:
+            return self._add_to_one(label_B.astype(np.int64))
         order = np.argsort(slot_B, kind="stable")
         slot, label, index = slot_B[order], label_B[order].astype(np.int64), np.arange(len(order))
         first = np.concatenate([[True], slot[1:] != slot[:-1]])
@@ -67,6 +69,20 @@ class _MostFrequent:
         changed = last[leader[last] >= start[last]]
         self.guess[slot[changed]] = label[leader[changed]]
         return guess_B
+
+    def _add_to_one(self, label_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Do the same with a single slot, at a fifth of the time."""
+        counts, most, guess = self._counts[0], int(self._most[0]), int(self.guess[0])
+        count = counts[label_B] + _occurrence(label_B) + 1
+        reached = np.maximum.accumulate(np.concatenate([[most], count]))
+        self._most[0] = reached[-1]
+        counts += np.bincount(label_B, minlength=len(counts))
+        leads = np.flatnonzero(count > reached[:-1])
+        if not len(leads):
+            return np.full(len(label_B), guess)
+        self.guess[0] = label_B[leads[-1]]
+        # The guess changes after the event that leads.
+        return np.repeat(np.concatenate([[guess], label_B[leads]]), np.diff(leads + 1, prepend=0, append=len(label_B)))
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
@@ -121,7 +137,8 @@ class _Mean:
 
 def _occurrence(value_B: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how often each value has occurred before, int64 `[B]`."""
-    order = np.argsort(value_B, kind="stable")
+    narrow_B = value_B.astype(np.uint16) if int(value_B.max()) < 1 << 16 else value_B  # sorted several times as fast
+    order = np.argsort(narrow_B, kind="stable")
     ordered, index = value_B[order], np.arange(len(order))
     start = np.maximum.accumulate(np.where(np.concatenate([[True], ordered[1:] != ordered[:-1]]), index, 0))
     found = np.empty(len(order), np.int64)
@@ -161,11 +178,12 @@ class Baselines:
         """
         if not self.names or not len(label_B):
             return np.empty((len(label_B), len(self.names)))
-        slots = [np.zeros(len(label_B), np.int64), (group_B.astype(np.uint64) % self._slots).astype(np.int64)]
-        # Of a group the labels count as they are, since it may have larger ones than all others.
-        learned = self._within(label_B), label_B
-        found = [prior.add(slot, label) for prior, slot, label in zip(self._priors, slots, learned, strict=False)]
-        found.insert(1, np.concatenate([np.array([self._last], label_B.dtype), label_B[:-1]]))
+        found = [self._priors[0].add(np.zeros(len(label_B), np.int64), self._within(label_B))]
+        found.append(np.concatenate([np.array([self._last], label_B.dtype), label_B[:-1]]))
+        if GROUP in self.names:
+            # The labels count as they are, since a group may have larger ones than all others.
+            slot_B = (group_B.astype(np.uint64) % self._slots).astype(np.int64)
+            found.append(self._priors[1].add(slot_B, label_B))
         self._last = label_B[-1].item()
         return np.stack(found, axis=1)
 

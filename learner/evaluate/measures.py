@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -201,11 +202,17 @@ def resamples(outcomes: Outcomes) -> Floats:
     unit_G = None if outcomes.group is None else np.unique(_group_of_each(outcomes.group), return_inverse=True)[1]
     units = len(outcomes) if unit_G is None else int(unit_G.max(initial=-1)) + 1
     cells = outcomes.predicted.size if outcomes.kind == "labels" else len(outcomes)
-    count = max(_FEWEST_RESAMPLES, min(RESAMPLES, _MOST_CELLS // max(1, cells)))
+    counts_RU = _resamples(units, max(_FEWEST_RESAMPLES, min(RESAMPLES, _MOST_CELLS // max(1, cells))))
+    return counts_RU if unit_G is None else counts_RU[:, unit_G]
+
+
+@lru_cache(maxsize=2)  # those of the holdout set and of a full window, which are asked for again and again
+def _resamples(units: int, count: int) -> Floats:
     rng = np.random.default_rng(_SEED)
     sampled = rng.integers(units, size=(count, units)) + np.arange(count)[:, None] * units
     counts_RU = np.bincount(sampled.ravel(), minlength=count * units).reshape(count, units).astype(np.float64)
-    return counts_RU if unit_G is None else counts_RU[:, unit_G]
+    counts_RU.setflags(write=False)
+    return counts_RU
 
 
 def _group_of_each(group_G: NDArray[Any]) -> NDArray[Any]:
@@ -647,6 +654,8 @@ class FadedCounts:
     def __init__(self, half_life: float) -> None:
         """`half_life`: in events; infinite for a count of all."""
         self._fading = 0.5 ** (1 / half_life)
+        self._weights = np.ones(1)
+        """Of events by how many came later, as far as they were needed."""
         self._counts = np.zeros((2, _ODDS_BINS))
         self._squares = 0.0
         """The sum of the squared weights of all events."""
@@ -658,11 +667,13 @@ class FadedCounts:
             return
         odds_B = np.clip(new.predicted[finite, 0].astype(np.float64), -_MOST_ODDS, _MOST_ODDS)
         bin_B = np.minimum(((odds_B + _MOST_ODDS) / _BIN_WIDTH).astype(np.int64), _ODDS_BINS - 1)
-        weight_B = self._fading ** np.arange(len(finite))[::-1]
+        if len(self._weights) < len(finite):
+            self._weights = self._fading ** np.arange(len(finite))
+        weight_B = self._weights[len(finite) - 1 :: -1]
         at = bin_B + _ODDS_BINS * (new.label[finite] == 1)
-        added = np.bincount(at, weight_B, 2 * _ODDS_BINS).reshape(2, -1)
         faded = self._fading ** len(finite)
-        self._counts = self._counts * faded + added
+        self._counts *= faded
+        self._counts += np.bincount(at, weight_B, 2 * _ODDS_BINS).reshape(2, -1)
         self._squares = self._squares * faded**2 + float((weight_B**2).sum())
 
     def estimate(self, measure: Measure) -> Estimate | None:

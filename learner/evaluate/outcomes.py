@@ -35,9 +35,9 @@ _TOP = 5
 _WINDOW, _MOST_LABELLED = 5000, 100_000
 """Events of the window, of several labels also times their classes: estimates pause the loop for so long."""
 _HALF_LIFE = 50_000.0
-_WAITING, _WAITING_BYTES = 2000, 8 << 20
+_WAITING, _WAITING_BYTES = 5000, 8 << 20
 """Events whose predictions are copied to the host at once, and bytes on the device that they take at most."""
-_SHARE = 100
+_SHARE = 250
 """Estimates take at most 1 / `_SHARE` of a processor."""
 
 
@@ -149,8 +149,8 @@ def class_counts(outcomes: Outcomes, classes: int) -> NDArray[np.int64] | None:
 class StreamOutcomes:
     """The outcomes of new events before training on them: of the newest ones, and faded counts of two classes.
 
-    Predictions wait until the measures are read, and leave once there are 5,000 newer ones; those of two classes wait
-    until there are 2,000, since the faded counts need all. The window is not in checkpoints: it begins again. Used by
+    Predictions wait until the measures are read, and leave once there are 5,000 newer ones; those of two classes are
+    added then, since the faded counts need all. The window is not in checkpoints: it begins again. Used by
     one thread.
     """
 
