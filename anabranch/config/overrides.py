@@ -1,5 +1,7 @@
 """Overrides of settings: by variables, such as `ANABRANCH__LEARNER__BATCH_SIZE`, and by `--set`."""
 
+import contextlib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,8 +147,18 @@ def _value(text: str, kind: Any) -> Any:
     try:
         document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        return text
+        return _object_of_json(text, kind)
     value = document.pop("value")
     is_text = {str, SecretStr, Path} & set(alternatives(kind))
     # A password such as 1e5 is no number, and text after a value makes it no value.
     return text if document or (is_text and not isinstance(value, str | dict)) else value
+
+
+def _object_of_json(text: str, kind: Any) -> Any:
+    """Return a table that is written in JSON, as manifests of Kubernetes often have it; else the text."""
+    if not any(get_origin(each) is dict or hasattr(each, "model_fields") for each in alternatives(kind)):
+        return text
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    return text

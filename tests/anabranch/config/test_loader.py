@@ -342,6 +342,10 @@ class TestEnvironment:
         assert pipeline.model.args == {"hidden": 7}
         assert pipeline.gate.holdout_rows == 5
 
+    @pytest.mark.parametrize("text", ["{log_loss = 0.02, brier = 0.01}", '{"log_loss": 0.02, "brier": 0.01}'])
+    def test_a_table_is_toml_or_json(self, load, text):
+        assert load({}, {"ANABRANCH__GATE__MEASURES": text}).pipeline.gate.measures == {"log_loss": 0.02, "brier": 0.01}
+
     @pytest.mark.parametrize("turn", [1, -1])
     def test_a_name_and_its_arguments_come_in_any_order(self, load, turn):
         names = ["ANABRANCH__LEARNER__STRATEGY", "ANABRANCH__LEARNER__STRATEGY__ALPHA"]
