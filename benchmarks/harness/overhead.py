@@ -92,7 +92,7 @@ class Turns:
         self.learner: list[float] = []
         self.plain: list[float] = []
         self.parts: list[float] = []
-        """What `timed` functions have taken of the CPU time of the learner, where the loop has a core of its own."""
+        """What `timed` functions have taken of the CPU time of the learner, where nothing else uses its core."""
         self._plain, self._least, self._rounds, self._stop = plain, steps, rounds, stop
         self._begin, self._step, self._wall = 0.0, 0, 0.0
         self._spent = {"round": 0.0, "second": 0.0}
