@@ -1,1 +1,37 @@
-"""The command line, and what composes ingest, replay, learner and serving into one pipeline."""
+"""A PyTorch model that learns from a stream, against forgetting: the Python API, and the command line.
+
+`import anabranch` loads neither torch nor numpy: a name is imported when it is first used.
+
+    schema = anabranch.Schema.infer(frame, label="fraud")
+    buffer = anabranch.ReplayBuffer(10_000, schema, admission="class-balanced")
+
+These names are the API, and follow semantic versioning; all other modules may change between two releases.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anabranch.api.replay_buffer import ReplayBuffer as ReplayBuffer
+    from anabranch.api.schema import Schema as Schema
+    from anabranch.core.errors import AnabranchError as AnabranchError
+
+_MODULES = {
+    "AnabranchError": "core.errors",
+    "ReplayBuffer": "api.replay_buffer",
+    "Schema": "api.schema",
+}
+__all__ = ["AnabranchError", "ReplayBuffer", "Schema"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the API (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"anabranch.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

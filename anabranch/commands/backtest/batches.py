@@ -28,17 +28,22 @@ def batch_of(
 class Numbering:
     """Gives the events of a file the columns that blocks of a stream have."""
 
-    def __init__(self) -> None:
-        self._next = 0
+    def __init__(self, first: int = 0) -> None:
+        self.next = first
+        """The number of the next event."""
+        self._zeros: dict[str, Array] = {}
+        """The columns that are zeros; of events that are as many as those before they are the same arrays."""
 
     def add(self, columns: Mapping[str, Array]) -> dict[str, Array]:
         """Return the columns of the next B events with their number, and the time of `[schema.time]` or else 0."""
         rows = len(columns["label"])
-        identity = {name: np.zeros(rows, dtype) for name, dtype in IDENTITY_COLUMNS.items()}
-        identity["offset"] = np.arange(self._next, self._next + rows)
+        if len(self._zeros.get("row", ())) != rows:
+            self._zeros = {name: np.zeros(rows, dtype) for name, dtype in IDENTITY_COLUMNS.items()}
+        identity = dict(self._zeros)
+        identity["offset"] = np.arange(self.next, self.next + rows)
         if "time" in columns:
             identity["time_ms"] = (columns["time"].astype(np.float64) * 1000).astype(np.int64)
-        self._next += rows
+        self.next += rows
         return {**identity, **columns}
 
 

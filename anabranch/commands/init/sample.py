@@ -116,15 +116,50 @@ def sampled_pipeline(
         SettingsError: the file cannot be read or has no rows, or an option names no field that it has.
     """
     rows, envelope = _unwrapped(sample_of(file, kind, delimiter, ROWS))
+    stream = ['topics = ["events"]                  # change it to your topic']
+    if envelope:
+        stream.append(f'envelope = "{envelope}"')
+    return described_rows(
+        rows, str(file), label, key, f"{len(rows):,} rows of {file.name}", folder.resolve().name, stream
+    )
+
+
+def described_rows(
+    rows: Sequence[Mapping[str, Any]],
+    where: str,
+    label: str | None,
+    key: str | None,
+    source: str,
+    name: str,
+    stream: Sequence[str],
+    option: str = "--",
+) -> tuple[dict[str, str], list[str]]:
+    """Return `pipeline.toml` and `my_model.py` for events, and remarks on fields that are left out.
+
+    Args:
+        rows: the events, values by the names of fields.
+        where: what has them, for errors.
+        label: the field to predict; None if it is not known yet, which is an error that names the fields.
+        key: the field that names whom an event is about; None: the first id, if there is one.
+        source: what they come from, for the first line of the settings.
+        name: of the pipeline.
+        stream: lines below `[stream]`.
+        option: what comes before `label` and `key` in errors.
+
+    Raises:
+        SettingsError: there are no events or no feature, or `label` or `key` names no field.
+    """
     columns = _columns(rows)
     if not columns:
-        raise SettingsError(f"{file} has no event: nothing can be said of its fields")
+        raise SettingsError(f"{where} has no event: nothing can be said of its fields")
     by_name = {column.written: column for column in columns}
     if label is None:
-        raise SettingsError(f"name the field to predict with --label: one of {', '.join(by_name)}")
-    for option, name in (("label", label), ("key", key)):
-        if name is not None and name not in by_name:
-            raise SettingsError(f"--{option} {name} is no field of {file}, which has {', '.join(by_name)}")
+        raise SettingsError(f"name the field to predict with {option}label: one of {', '.join(by_name)}")
+    for argument, field_name in (("label", label), ("key", key)):
+        if field_name is not None and field_name not in by_name:
+            raise SettingsError(
+                f"{option}{argument} {field_name} is no field of {where}, which has {', '.join(by_name)}"
+            )
     target = by_name[label]
     classes, why_label = _classes(target)
     identifiers = _identifiers(columns)
@@ -144,20 +179,17 @@ def sampled_pipeline(
         fields.append(described)
     if not any(each.is_read for each in fields):
         why = "".join(f"; {each.sentence}" for each in fields[:5])
-        raise SettingsError(f"{file} has no field that can be a feature besides {label}{why}")
-    stream = ['topics = ["events"]                  # change it to your topic']
-    if envelope:
-        stream.append(f'envelope = "{envelope}"')
+        raise SettingsError(f"{where} has no field that can be a feature besides {label}{why}")
     named_key = None
     if chosen is not None:
-        reason = "as --key says" if key else "its values name what an event is about"
+        reason = f"as {option}key says" if key else "its values name what an event is about"
         named_key = SectionField(
             identifiers[chosen.path], _field_of(chosen, identifiers), f"{chosen.written}: {reason}"
         )
     files = pipeline_files(
         fields,
-        f"{len(rows):,} rows of {file.name}",
-        folder.resolve().name,
+        source,
+        name,
         stream,
         (SectionField(identifiers[target.path], _field_of(target, identifiers), why_label), classes),
         named_key,
@@ -363,12 +395,21 @@ def _of_numbers(of: PipelineField, values: Any, missing: str) -> PipelineField:
 
 
 def _of_lists(column: _Column, of: PipelineField, left_out: PipelineField) -> PipelineField:
-    sizes = {len(value) for value in column.present}
-    numbers = all(_kind_of(each) in ("int", "float") for value in column.present for each in value)
-    if not numbers or len(sizes) != 1 or not max(sizes) or column.nulls:
+    shapes = {_shape(value) for value in column.present}
+    shape = shapes.pop() if len(shapes) == 1 else None
+    if not shape or not all(shape) or column.nulls:
         return replace(left_out, why="it has lists that are no numbers, of several lengths, or missing")
-    comment = f"lists of {max(sizes)} numbers"
-    return replace(of, dtype="float32", shape=(max(sizes),), scale="standard", comment=comment)
+    comment = f"lists of {' x '.join(map(str, shape))} numbers"
+    return replace(of, dtype="float32", shape=shape, scale="standard", comment=comment)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of numbers in lists, maybe of lists; None where they are no numbers or have no shape."""
+    try:
+        numbers = np.asarray(value)
+    except ValueError:
+        return None
+    return numbers.shape if numbers.dtype.kind in "iuf" else None
 
 
 def _unit(column: _Column) -> str | None:

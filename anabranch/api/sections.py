@@ -1,0 +1,28 @@
+"""Sections of `pipeline.toml`, as arguments in Python: the same keys, and errors in the same words."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from anabranch.config.explain import explained, key_of, rank, sentence_of
+from anabranch.core.errors import SettingsError
+
+_Section = TypeVar("_Section", bound=BaseModel)
+
+
+def checked(kind: type[_Section], section: str, values: Mapping[str, Any] | BaseModel, origin: str) -> _Section:
+    """Return the settings of a section, such as `schema`; `origin`: what takes the values, such as `Schema`.
+
+    Raises:
+        SettingsError: a key or a value is wrong; the sentence is that of a file's.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as exc:
+        document: dict[str, Any] = {section: values}
+        found = [{**error, "loc": (section, *error["loc"])} for error in sorted(exc.errors(), key=rank)]
+        errors = explained(document, found)  # type: ignore[arg-type] # of the same keys
+        first = key_of(document, errors[0])
+        same_key = [error for error in errors if key_of(document, error) == first]
+        raise SettingsError(sentence_of(origin, document, same_key, set())) from exc
