@@ -277,13 +277,14 @@ def _baseline(report: LearnerReport, baseline: BaselineReport) -> Text:
 
 
 def _measures(report: LearnerReport) -> str:
-    """Return each measure with its 95 % interval, the one that decides first, and why it does."""
+    """Return each measure with its 95 % interval and what one answer has, the one that decides first, and why."""
     names = sorted(report.measures, key=lambda name: name != report.measure)
     lines = [f"judged by {report.measure}: {report.measure_reason}"]
     for name in names:
         each = report.measures[name]
         values = {
-            window.replace("_", " "): f"{value:.3g} ({each.lower[window]:.3g} to {each.upper[window]:.3g})"
+            window.replace("_", " "): f"{value:.3g} ({each.lower[window]:.3g} to {each.upper[window]:.3g}"
+            + (f"; constant {each.constant[window]:.3g})" if window in each.constant else ")")
             for window, value in each.value.items()
         }
         lines.append(f"{name}: {_pairs(values)}")

@@ -43,6 +43,7 @@ _ODDS_BINS = 4000
 _MOST_ODDS = 20.0
 """Log-odds beyond it, of which chance has one in 500 million, count as it."""
 _BIN_WIDTH = 2 * _MOST_ODDS / _ODDS_BINS
+_LEAST = 1e-300
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,14 @@ class Measure:
         weights = np.ones(len(outcomes)) if weights_G is None else weights_G.astype(np.float64)
         return float(self.of(outcomes)(weights[None])[0])
 
+    def constant(self, outcomes: Outcomes, weights_G: NDArray[Any] | None = None) -> float:
+        """Return the value that one prediction for all events has at best; NaN where it is not defined.
+
+        It is the shares of the classes, and of numbers the mean for RMSE, the quantile for pinball loss, and else the
+        median.
+        """
+        return self.value(_constant(self.name, outcomes, weights_G), weights_G) if len(outcomes) else math.nan
+
     def estimate(self, outcomes: Outcomes) -> "Estimate | None":
         """Return the value with its 95 % interval; None where it is not defined.
 
@@ -135,13 +144,14 @@ class Measure:
         value = self.value(outcomes, weights_G)
         if not math.isfinite(value):
             return None
+        constant = self.constant(outcomes, weights_G)
         if self.name == "roc_auc" and outcomes.group is None and weights_G is None:
             error = _Z_95 * math.sqrt(delong([outcomes])[0, 0])
-            return Estimate(value, max(0.0, value - error), min(1.0, value + error), rows)
+            return Estimate(value, max(0.0, value - error), min(1.0, value + error), rows, constant)
         samples = self.of(outcomes)(resample())
         samples = samples[np.isfinite(samples)]
         low, high = np.quantile(samples, (0.025, 0.975)) if len(samples) else (value, value)
-        return Estimate(value, min(value, float(low)), max(value, float(high)), rows)
+        return Estimate(value, min(value, float(low)), max(value, float(high)), rows, constant)
 
     def compare(self, candidate: Outcomes, baseline: Outcomes) -> "Difference | None":
         """Compare two versions on the same G events; None where the measure of one is not defined.
@@ -180,6 +190,8 @@ class Estimate:
     low: float
     high: float
     rows: int
+    constant: float
+    """What one prediction for all events has at best, on the same events."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +232,31 @@ def _group_of_each(group_G: NDArray[Any]) -> NDArray[Any]:
     return np.where(group_G == 0, np.arange(1, len(group_G) + 1, dtype=group_G.dtype), group_G)
 
 
+def _constant(name: str, outcomes: Outcomes, weights_G: NDArray[Any] | None) -> Outcomes:
+    """Return the outcomes of the one prediction that has the best value of a measure; see `Measure.constant`."""
+    label_G, rows = outcomes.label, len(outcomes)
+    weights_G = np.ones(rows) if weights_G is None else weights_G.astype(np.float64)
+    if outcomes.kind == "number":
+        percent = float(name.removeprefix("pinball_")) if name.startswith("pinball_") else 50.0
+        label_G = label_G.astype(np.float64)
+        number = label_G.mean() if name == "rmse" else np.percentile(label_G, percent)
+        predicted = np.full((rows, 1), number)
+    elif outcomes.kind == "classes":
+        _, class_G = np.unique(label_G, return_inverse=True)
+        part = np.bincount(class_G, weights_G) / weights_G.sum()
+        most = int(part.argmax())
+        above = len(part) - 1 - np.searchsorted(np.sort(part), part)
+        answer = label_G[np.flatnonzero(class_G == most)[0]]
+        columns = np.full(rows, answer), np.full(rows, part[most]), np.log(part)[class_G], above[class_G]
+        predicted = np.stack(columns, axis=1)
+    else:
+        of_one = label_G == 1 if outcomes.kind == "two-classes" else label_G
+        part = weights_G @ of_one.reshape(rows, -1) / weights_G.sum()
+        odds = np.log(np.maximum(part, _LEAST)) - np.log(np.maximum(1 - part, _LEAST))
+        predicted = np.broadcast_to(odds, (rows, len(odds)))
+    return Outcomes(outcomes.kind, predicted, label_G, outcomes.group)
+
+
 # --- two classes ---
 
 
@@ -245,7 +282,7 @@ def _average_precision(score_G: NDArray[Any], positive_G: NDArray[Any]) -> OfWei
 
     def of(weights_RG: Floats) -> Floats:
         hits_RE, all_RE = curve(weights_RG)
-        precision_RE = hits_RE / np.maximum(all_RE, 1e-300)
+        precision_RE = hits_RE / np.maximum(all_RE, _LEAST)
         return _ratio((precision_RE * np.diff(hits_RE, axis=1, prepend=0.0)).sum(axis=1), hits_RE[:, -1])
 
     return of

@@ -143,7 +143,7 @@ class Evaluation:
             with the lowest score.
         classes: by the name of the class, or its number.
         groups: by the hash of the group, 16 hexadecimal digits: the events do not carry its name.
-        constant: what one answer for all events scores, on the events of the windows `new` and `old`.
+        constant: what one answer for all events has at best, by `new` and `old` window and by name of a measure.
         measures: of all events, by the name of the measure.
     """
 

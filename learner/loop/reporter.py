@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -313,8 +314,10 @@ class Reporter:
         found = {**self._estimates.now, **self._parts.publisher.scoring.estimates.now}
         reports: dict[str, MeasureReport] = {}
         for (name, window), each in sorted(found.items()):
-            report = reports.setdefault(name, MeasureReport({}, {}, {}))
+            report = reports.setdefault(name, MeasureReport({}, {}, {}, {}))
             report.value[window], report.lower[window], report.upper[window] = each.value, each.low, each.high
+            if math.isfinite(each.constant):
+                report.constant[window] = each.constant
         return reports
 
     def _classes(self) -> dict[str, ClassReport]:

@@ -105,6 +105,10 @@ class MeasureReport(msgspec.Struct, frozen=True):
         dict[str, float],
         Reported("anabranch_learner_measure_upper", "Upper limit of its 95 % interval.", "window"),
     ] = {}
+    constant: Annotated[
+        dict[str, float],
+        Reported("anabranch_learner_measure_constant", "What one answer for all events has at best.", "window"),
+    ] = {}
 
 
 def _of_measures(measures: Mapping[str, MeasureReport]) -> dict[tuple[str, ...], MeasureReport]:

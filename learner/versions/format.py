@@ -36,8 +36,8 @@ VERDICT = "verdict.json"
 STATE = "state.json"
 STATE_LOCK = "state.lock"
 WEIGHTS = "model.safetensors"
-VERSION_FORMAT = 1
-"""Of manifests; 0 is that of releases before there was one, whose versions have no origin."""
+VERSION_FORMAT = 2
+"""Of manifests; 1 names no measure, and 0 is that of releases before there was one, whose versions have no origin."""
 _MOST_KEYS = 5
 _LONGEST_KEY = 50
 """Characters of a key of `model.args` in a sentence: the manifest is untrusted."""
@@ -96,6 +96,10 @@ class Manifest(FolderManifest, frozen=True, kw_only=True):
     seen_through: dict[str, int] | None = None
     """Up to where events and labels were read, by `topic:partition`: some may wait. None where no labels come late."""
     metrics: dict[str, float]
+    measure: str = ""
+    """The name of the measure by which the gate judged it: one of `metrics`, or the task's own score."""
+    constant: dict[str, float] = {}
+    """What one answer for all held-out events has at best, by the names of `metrics`."""
     encoders: dict[str, Any]
     """Settings of the encoder of each string feature."""
     model: ModelReference

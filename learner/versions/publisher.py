@@ -19,6 +19,7 @@ from anabranch.ingest.events.position import Position
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import CopyMemoryError, VersionError
 from anabranch.learner.evaluate.holdout import HoldoutRows, HoldoutSet
+from anabranch.learner.evaluate.scoring import Evaluation
 from anabranch.learner.extension import Extension, overriding
 from anabranch.learner.model.growing.pool import parts_in
 from anabranch.learner.settings.learner import VersionsSettings
@@ -151,8 +152,12 @@ class VersionWriter:
         expected = self._schema.digest, self._reference, self.versions.base
         return (manifest.schema, manifest.model, manifest.base) == expected
 
-    def manifest(self, snapshot: Snapshot, scores: Mapping[str, float], learned: NewlyTrained, parts: int) -> Manifest:
+    def manifest(
+        self, snapshot: Snapshot, evaluation: Evaluation, measure: str, learned: NewlyTrained, parts: int
+    ) -> Manifest:
         """Return the manifest of the next version; its number is not used again, also where it cannot be written."""
+        now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
+        scores = {**now, **evaluation.windows, **evaluation.measures}
         self._highest += 1
         return Manifest(
             number=self._highest,
@@ -163,6 +168,8 @@ class VersionWriter:
             trained_through=dict(snapshot.trained_through),
             seen_through=None if snapshot.seen_through is None else dict(snapshot.seen_through),
             metrics={name: value for name, value in scores.items() if math.isfinite(value)},
+            measure=measure,
+            constant={name: value for name, value in evaluation.constant.items() if math.isfinite(value)},
             schema=self._schema.digest,
             encoders=self._schema.encoders,
             model=self._reference,
@@ -352,10 +359,9 @@ class Publisher:
             self._report_memory(exc, _NO_VERSION)
             self._progress = None  # to try again, even without new progress
             return
-        now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         learned = NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist())
-        scores = now | dict(self.scoring.evaluation.windows) | dict(self.scoring.evaluation.measures)
-        manifest = self._writer.manifest(snapshot, scores, learned, parts_in(weights))
+        judged_by = self.gate.choice.name
+        manifest = self._writer.manifest(snapshot, self.scoring.evaluation, judged_by, learned, parts_in(weights))
         number = manifest.number
         self._check()  # scoring takes seconds, in which an undo may be ordered
         try:

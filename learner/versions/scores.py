@@ -127,7 +127,9 @@ class VersionScoring:
         outcomes = outcomes.where(np.flatnonzero(np.isfinite(predicted_GK).all(axis=1)))
         values = {name: measure.value(outcomes) for name, measure in measures.each.items()}
         known = {name: value for name, value in values.items() if math.isfinite(value)}
-        self.evaluation = replace(self.evaluation, measures=known)
+        constant = {name: measures.each[name].constant(outcomes) for name in known}
+        constant = {**self.evaluation.constant, **constant}
+        self.evaluation = replace(self.evaluation, measures=known, constant=constant)
         self.estimates.renew(lambda _, measure: measure.estimate(outcomes))
 
     def _score_near_future(self, holdout: HoldoutRows) -> None:

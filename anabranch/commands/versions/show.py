@@ -122,6 +122,10 @@ def render_one(one: Listed) -> RenderableType:
         table.add_row("step", f"{manifest.step:,}, by the learner of generation {manifest.generation}")
         table.add_row("parent", "none" if manifest.parent is None else str(manifest.parent))
         table.add_row("learned", trained_text(manifest) or "nothing")
+        if judged := judged_by(manifest):
+            name, value, constant = judged
+            baseline = "" if constant is None else f"; one answer for all events has {constant:.4g} at best"
+            table.add_row("judged by", f"{name} {value:.4g} on held-out events{baseline}")
         table.add_row("metrics", metrics_text(manifest) or "none")
         table.add_row("model", Text(f"{model.factory} with {model.args}, task {model.task}"))
         table.add_row("schema", manifest.schema)
@@ -179,6 +183,18 @@ def format_time(seconds: float) -> str:
 def trained_text(manifest: Manifest) -> str:
     """Return the offsets that a version is trained through."""
     return format_trained_through(manifest.trained_through)
+
+
+def judged_by(manifest: Manifest) -> tuple[str, float, float | None] | None:
+    """Return the measure by which the gate judged a version, its value on held-out events, and that of one answer for
+    all of them, where it is known; None where too few events were held out. The task's score is of the old ones."""
+    metric = manifest.measure if manifest.measure in manifest.metrics else "old"
+    if metric not in manifest.metrics:
+        return None
+    constant, value = manifest.constant.get(metric), manifest.metrics[metric]
+    if metric == "old":  # errors are negated there
+        constant, value = None if constant is None else abs(constant), abs(value)
+    return manifest.measure or "score", value, constant
 
 
 def metrics_text(manifest: Manifest) -> str:

@@ -267,10 +267,13 @@ def registration_of(name: str, manifest: Manifest, verdict: Verdict | None) -> R
         "model_sha256": model,
         "weights_sha256": weights,
         "base_sha256": manifest.base or "",
+        "measure": manifest.measure,
         "verdict": "" if verdict is None else verdict.verdict,
         "verdict_reasons": "" if verdict is None else "; ".join(verdict.reasons),
     }
-    numbers = {} if verdict is None else {f"gate.{key}": value for key, value in verdict.numbers.items()}
+    numbers = {f"constant.{key}": value for key, value in manifest.constant.items()}
+    if verdict is not None:
+        numbers |= {f"gate.{key}": value for key, value in verdict.numbers.items()}
     return Registration(
         number=manifest.number,
         identity=identity,

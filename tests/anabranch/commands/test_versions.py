@@ -33,7 +33,7 @@ def publish(config):
     """Publishes a version: `publish(7, verdict="fail", schema="other")`."""
     versions = Versions(config.state_dir / "versions")
 
-    def write(number, verdict="pass", reasons=(), schema=None, args=None, weights=None, base=None, metrics=None):
+    def write(number, verdict="pass", reasons=(), schema=None, args=None, weights=None, base=None, **changes):
         manifest = manifest_of(
             number,
             generation=2,
@@ -41,7 +41,7 @@ def publish(config):
             time=1_700_000_000.0 + number,
             step=number * 100,
             through={"events:0": number * 10},
-            metrics=metrics or {"now": 0.875},
+            **({"metrics": {"now": 0.875, "old": 0.8}, "measure": "accuracy", "constant": {"old": 0.25}} | changes),
             schema=schema or Schema(config.pipeline.events).digest,
             factory="my_model:build",
             args={"hidden": 128} if args is None else args,
@@ -81,20 +81,32 @@ class TestLs:
         assert (older.number, older.refused) == (9, None)
         assert older.bytes > 400_000
         line = screen(render_list([older])).splitlines()[1]
-        for fact in ("9", "2023-11-14 22:13:29Z", "900", "pass", "8", "events:0=90", "401 kB", "now 0.875"):
+        for fact in (
+            "9",
+            "2023-11-14 22:13:29Z",
+            "900",
+            "pass",
+            "8",
+            "events:0=90",
+            "401 kB",
+            "accuracy 0.8, constant 0.25",
+        ):
             assert fact in line
 
     def test_at_80_columns_each_version_is_one_line(self, config, publish):
-        windows = {"now": 0.875} | {f"class {number}": 0.5 for number in range(10)}
+        windows = {"now": 0.875, "average_precision": 0.03444} | {f"class {number}": 0.5 for number in range(10)}
+        constant = {"average_precision": 0.00613}
         for number in range(4711, 4714):
-            publish(number, "inconclusive", metrics=windows)
+            publish(number, "inconclusive", metrics=windows, measure="average_precision", constant=constant)
         console = Console(file=io.StringIO(), width=80)
         console.print(render_list(list_versions(config, None)))
         lines = console.file.getvalue().splitlines()
         assert max(map(len, lines)) <= 80
-        assert len(lines) == 4
-        for fact in ("4713", "2023-11-14 23:31:53Z", "471,300", "inconclusive", "0.875"):
-            assert fact in lines[1]
+        assert len(lines) == 5
+        assert "average_precision" in lines[0]
+        assert "(constant)" in lines[1]
+        for fact in ("4713", "2023-11-14 23:31:53Z", "471,300", "inconclusive", "0.0344 (0.00613)"):
+            assert fact in lines[2]
 
     def test_piped_each_version_is_one_line(self, config, publish, capsys):
         for number in range(1, 4):

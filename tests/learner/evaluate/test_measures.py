@@ -137,6 +137,41 @@ def test_measures_of_numbers_are_those_of_scikit_learn():
         assert value(f"pinball_{percent}", outcomes) == pytest.approx(expected, abs=EXACT)
 
 
+def test_a_constant_has_what_the_best_single_prediction_has():
+    """As scikit-learn says it of the shares of the classes, and of the mean, median or quantile."""
+    rng = np.random.default_rng(8)
+    two, weights = two_classes(rows=800, rate=0.1), rng.integers(1, 4, 800).astype(float)
+    share = np.full(800, np.average(two.label, weights=weights))
+    classes = rng.choice(4, size=500, p=[0.1, 0.2, 0.5, 0.2])
+    shares = np.tile(np.bincount(classes) / 500, (500, 1))
+    several = rng.random((400, 3)) < [0.02, 0.3, 0.6]
+    number = rng.gamma(1.0, size=600)
+    numbers, many = Outcomes("number", number[:, None], number), classes_of(rng.normal(size=(500, 4)), classes)
+    cases = [
+        (two, "average_precision", weights, share[0]),
+        (two, "roc_auc", weights, 0.5),
+        (two, "log_loss", weights, metrics.log_loss(two.label, share, sample_weight=weights)),
+        (two, "brier", weights, metrics.brier_score_loss(two.label, share, sample_weight=weights)),
+        (two, "ece", weights, 0.0),
+        (two, "recall_at_budget_1", weights, 0.01),
+        (many, "balanced_accuracy", None, 0.25),
+        (many, "macro_f1", None, metrics.f1_score(classes, np.full(500, 2), average="macro")),
+        (many, "log_loss", None, metrics.log_loss(classes, shares)),
+        (many, "top_1", None, metrics.accuracy_score(classes, np.full(500, 2))),
+        (many, "top_3", None, 1 - shares.min()),
+        (many, "ece", None, 0.0),
+        (Outcomes("labels", several, several), "mean_average_precision", None, several.mean(axis=0).mean()),
+        (numbers, "mae", None, np.abs(number - np.median(number)).mean()),
+        (numbers, "rmse", None, number.std()),
+        (numbers, "pinball_90", None, metrics.mean_pinball_loss(number, [np.quantile(number, 0.9)] * 600, alpha=0.9)),
+    ]
+    for outcomes, name, of_each, expected in cases:
+        measure = measure_of(name, outcomes.kind)
+        assert measure.constant(outcomes, of_each) == pytest.approx(expected, abs=EXACT), name
+        one_class = outcomes.where(outcomes.label == outcomes.label[0]) if outcomes.kind != "labels" else outcomes
+        assert not math.isinf(measure.constant(one_class)), name
+
+
 @pytest.mark.parametrize("ties", [False, True])
 def test_ndcg_and_mrr_are_means_over_the_groups(ties):
     rng = np.random.default_rng(6)

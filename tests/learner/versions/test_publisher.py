@@ -109,6 +109,8 @@ def test_a_manifest_describes_its_version(make_bench, schema):
     assert manifest.schema == schema.digest
     assert manifest.metrics.keys() == {"now", "new", "old", "worst"} | MEASURES
     assert 0 <= manifest.metrics["balanced_accuracy"] <= 1
+    assert manifest.measure == "accuracy"
+    assert manifest.constant.keys() == {"new", "old"} | MEASURES
     verdict = bench.versions.verdict(1)
     assert verdict is not None
     assert verdict.verdict == "inconclusive"

@@ -39,7 +39,9 @@ def publish(versions):
                 time=1000.0 + number,
                 step=10 * number,
                 through={"events:0": 100 * number},
-                metrics={"now": 0.5, "class_a b%": 0.25},
+                metrics={"now": 0.5, "class_a b%": 0.25, "average_precision": 0.5},
+                measure="average_precision",
+                constant={"average_precision": 0.125},
                 schema="d" * 64,
                 args={"width": 8},
                 learned=NewlyTrained(7, [1]),
@@ -112,11 +114,13 @@ def test_each_version_that_served_is_registered_once_with_its_lineage(
         "anabranch.schema_sha256": "d" * 64,
         "anabranch.model_factory": "m:build",
         "anabranch.weights_sha256": weights,
+        "anabranch.measure": "average_precision",
         "anabranch.verdict": "pass",
         "anabranch.verdict_reasons": "no worse",
     }
     run = mlflow.versions[1]["run_id"]
-    assert mlflow.metrics(run) == {"now": 0.5, "class_a b_": 0.25, "gate.old_drop": 0.01}
+    own = {"now": 0.5, "class_a b_": 0.25, "average_precision": 0.5}
+    assert mlflow.metrics(run) == own | {"constant.average_precision": 0.125, "gate.old_drop": 0.01}
     assert mlflow.runs[run]["info"]["status"] == "FINISHED"
     assert counted == {"registered": 2}
     assert capsys.readouterr().out == ""
