@@ -19,7 +19,6 @@ from anabranch.ingest.events.position import Position
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import CopyMemoryError, VersionError
 from anabranch.learner.evaluate.holdout import HoldoutRows, HoldoutSet
-from anabranch.learner.evaluate.scoring import Evaluation
 from anabranch.learner.extension import Extension, overriding
 from anabranch.learner.model.growing.pool import parts_in
 from anabranch.learner.settings.learner import VersionsSettings
@@ -153,10 +152,11 @@ class VersionWriter:
         return (manifest.schema, manifest.model, manifest.base) == expected
 
     def manifest(
-        self, snapshot: Snapshot, evaluation: Evaluation, measure: str, learned: NewlyTrained, parts: int
+        self, snapshot: Snapshot, scoring: VersionScoring, measure: str, learned: NewlyTrained, parts: int
     ) -> Manifest:
         """Return the manifest of the next version; its number is not used again, also where it cannot be written."""
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
+        evaluation = scoring.evaluation
         scores = {**now, **evaluation.windows, **evaluation.measures}
         self._highest += 1
         return Manifest(
@@ -361,7 +361,7 @@ class Publisher:
             return
         learned = NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist())
         judged_by = self.gate.choice.name
-        manifest = self._writer.manifest(snapshot, self.scoring.evaluation, judged_by, learned, parts_in(weights))
+        manifest = self._writer.manifest(snapshot, self.scoring, judged_by, learned, parts_in(weights))
         number = manifest.number
         self._check()  # scoring takes seconds, in which an undo may be ordered
         try:

@@ -34,7 +34,7 @@ def backtest(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """For each event of a file, predict, then train, without Kafka. Print the accuracy of the predictions.
+    """For each event of a file, predict, then train, without Kafka. Print accuracy, measures and baselines.
 
     The step and the store are the learner's, with all its settings. No version is published.
     """

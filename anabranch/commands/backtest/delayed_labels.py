@@ -16,7 +16,7 @@ from anabranch.commands.backtest.batches import batch_of, rows_of
 from anabranch.commands.backtest.runs import Score
 from anabranch.commands.backtest.training import BacktestTraining
 from anabranch.ingest.events.block import Array
-from anabranch.learner.evaluate.stream_monitor import NOT_SCORED, Scored, scored
+from anabranch.learner.evaluate.stream_monitor import NOT_SCORED, Scored, StreamMonitor, scored
 from anabranch.learner.model.examples import EARLY, Early
 from anabranch.learner.model.factory import eval_mode, forward
 from anabranch.learner.strategies.early_negatives import check_early
@@ -57,7 +57,7 @@ class DelayedRun:
         """Take what trains; raises SettingsError where the policy does not fit the labels or the named strategy."""
         self.training = training
         setup = training.setup
-        self.score = Score(setup.schema)
+        self.score = Score(training, StreamMonitor(training.spec.learner, setup.schema))
         self._policy, self._delay = policy, delay
         if policy != "wait":
             check_early(setup.task, setup.schema.label, setup.strategy, strategy)
@@ -84,9 +84,13 @@ class DelayedRun:
         self._decide()
         self._train()
         output_B = self._predict(columns)
-        measured, baselines = scored(self.training.setup.task, output_B, columns["label"]), self.score.baselines
+        monitor, baselines = self.score.monitor, self.score.monitor.baselines
+        measured = scored(self.training.setup.task, output_B, columns["label"], columns["group_hash"])
         guess_BG = baselines.guess(columns["group_hash"])
-        self.score.add(len(time_B), replace(measured, baselines=baselines.score(guess_BG, columns["label"])))
+        measured = replace(measured, baselines=baselines.score(guess_BG, columns["label"]))
+        monitor.prequential.add(measured)
+        monitor.outcomes.add(measured.predictions)
+        self.score.add(len(time_B))
         self._wait({**columns, _OUTPUT: output_B, _GUESS: guess_BG}, time_B)
         if held_out:
             self.training.take(batch_of({}, held_out=held_out))
@@ -130,7 +134,7 @@ class DelayedRun:
         if self._policy != "wait" or self._delay.unmatched == "negative":
             due["label"][~in_time], known = 0, np.ones_like(in_time)
         if known.any():
-            label, baselines = due["label"][known], self.score.baselines
+            label, baselines = due["label"][known], self.score.monitor.baselines
             measured = scored(self.training.setup.task, output_n[known], label)
             self._unobserved += replace(measured, baselines=baselines.score(guess_n[known], label))
             baselines.learn(label, due["group_hash"][known])

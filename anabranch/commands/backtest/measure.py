@@ -25,7 +25,14 @@ from rich.text import Text
 
 from anabranch.commands.backtest.batches import Numbering, rows_of
 from anabranch.commands.backtest.delayed_labels import POLICIES, DelayedRun, LabelDelay, Policy
-from anabranch.commands.backtest.runs import BacktestBaseline, BacktestPoint, BacktestRun, LabelledRun, without_replay
+from anabranch.commands.backtest.runs import (
+    BacktestBaseline,
+    BacktestMeasure,
+    BacktestPoint,
+    BacktestRun,
+    LabelledRun,
+    without_replay,
+)
 from anabranch.commands.backtest.training import BacktestTraining, without_teacher
 from anabranch.commands.event_files.files import EventFile, FileRecord, SourceFormat, open_source
 from anabranch.config.loader import Config
@@ -77,6 +84,8 @@ class BacktestResult:
     """Why the first unusable event could not be used."""
     baselines: list[BacktestBaseline] = field(default_factory=list)
     """What needs no model, on the events of the run of the settings."""
+    measures: list[BacktestMeasure] = field(default_factory=list)
+    """The measures of the task, of the run of the settings."""
     runs: list[BacktestComparison] = field(default_factory=list)
     """The run of the settings, whose points these are, and those that it is compared with."""
 
@@ -148,7 +157,7 @@ def run_backtest(
         why = f"; the first that cannot be used: {result.first_fault}" if result.first_fault else ""
         raise SettingsError(f"{path} has no event with a label that the pipeline can use{why}")
     result.points = _thinned(points, every or max(1, result.events // 20))
-    result.baselines = runs[0].run.score.compared()
+    result.baselines, result.measures = runs[0].run.score.compared(), runs[0].run.score.measures()
     result.runs = [each.comparison() for each in runs]
     return result
 
@@ -156,15 +165,22 @@ def run_backtest(
 def render_backtest(result: BacktestResult) -> RenderableType:
     """Return the table of accuracy over time, below one of the runs where there are several."""
     shown = "{:.4g}" if result.score == "absolute error" else "{:.1%}"
-    table = _table("events", f"recent {result.score}", f"overall {result.score}", "loss")
+    beside = ("constant",) if result.baselines else ()
+    table = _table("events", f"recent {result.score}", *beside, f"overall {result.score}", *beside, "loss")
     for point in result.points:
-        table.add_row(f"{point.events:,}", shown.format(point.recent), shown.format(point.overall), f"{point.loss:.4g}")
+        scores = (point.recent, point.constant_recent, point.overall, point.constant_overall)
+        cells = [shown.format(score) for score in scores if score is not None]
+        table.add_row(f"{point.events:,}", *cells, f"{point.loss:.4g}")
     lines = [
         f"{each.rule}: recent {shown.format(each.recent)}, overall {shown.format(each.overall)}"
         + (f"; of late the model is {each.comparison}" if each.comparison else "")
         for each in result.baselines
     ]
-    found = Group(table, "", *(Text(line) for line in lines))
+    measures = _table("measure", "window", "value", "95 % interval", "constant")
+    for each in result.measures:
+        interval = f"{each.lower:.3g} to {each.upper:.3g}"
+        measures.add_row(each.name, each.window, f"{each.value:.3g}", interval, f"{each.constant:.3g}")
+    found = Group(table, "", *(Text(line) for line in lines), *(("", measures) if result.measures else ()))
     if len(result.runs) == 1:
         return found
     compared = _table("labels", "replay", f"overall {result.score}", "overall loss")

@@ -10,9 +10,8 @@ from typing import Protocol
 from anabranch.commands.backtest.batches import batch_of
 from anabranch.commands.backtest.training import BacktestTraining
 from anabranch.ingest.events.block import Array
-from anabranch.ingest.events.schema import Schema
-from anabranch.learner.evaluate.baselines import Baselines
-from anabranch.learner.evaluate.stream_monitor import Prequential, Scored
+from anabranch.learner.evaluate.outcomes import TaskMeasures
+from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.settings.strategies import StrategySettings
 
@@ -30,6 +29,10 @@ class BacktestPoint:
     """Over its own window."""
     overall_loss: float
     """Since the first event."""
+    constant_recent: float | None
+    """What always answering the most frequent class, or the mean, has on the same events; None where a label is neither
+    one class nor one number."""
+    constant_overall: float | None
 
 
 @dataclass(frozen=True)
@@ -43,37 +46,65 @@ class BacktestBaseline:
     """How the model compares in the recent window; empty where that is not known."""
 
 
+@dataclass(frozen=True)
+class BacktestMeasure:
+    """A measure of the task at the end, with the limits of its 95 % interval."""
+
+    name: str
+    window: str
+    """As of the stream: `now`, the newest 5,000 events, or `faded`."""
+    events: int
+    value: float
+    lower: float
+    upper: float
+    constant: float
+    """What one answer for all these events has at best."""
+
+
 class Score:
     """The scores of a run over the events so far."""
 
-    def __init__(self, schema: Schema) -> None:
-        regression = schema.label.classes is None
-        self._sign = -1 if regression else 1
-        self.baselines = Baselines(schema)
-        self._measured = Prequential(bounded=not regression, baselines=len(self.baselines.names))
+    def __init__(self, training: BacktestTraining, monitor: StreamMonitor) -> None:
+        """`monitor` measures the events of the run. Raises SettingsError where the task has no measure of that name."""
+        setup, named = training.setup, training.spec.gate.measures
+        self._sign = 1 if monitor.bounded else -1
+        self.monitor = monitor
+        self._measures = TaskMeasures.of(setup.task, setup.schema, () if named == "auto" else named)
         self._events = 0
         self.points: list[BacktestPoint] = []
         """One for each batch that was scored."""
 
     def compared(self) -> list[BacktestBaseline]:
         """Return what the baselines have at the end."""
-        found, score = [], self._measured.score
-        for index, rule in enumerate(self.baselines.rules.values()):
-            if windows := score.other_windows(index):
+        found, measured = [], self.monitor.prequential
+        for index, rule in enumerate(self.monitor.baselines.rules.values()):
+            if windows := measured.score.other_windows(index):
                 recent, overall = self._sign * windows["now"], self._sign * windows["overall"]
-                words, _ = self._measured.against(index, rule)
+                words, _ = measured.against(index, rule)
                 found.append(BacktestBaseline(rule, recent, overall, words))
         return found
 
-    def add(self, rows: int, scored: Scored | None) -> None:
-        """Add the score of a batch of `rows` events, or None where the step was not finite."""
+    def measures(self) -> list[BacktestMeasure]:
+        """Return the measures of the task at the end, those of each window together."""
+        windows = ("now", "faded") if self._measures.kind == "two-classes" else ("now",)
+        each = [(name, window, measure) for window in windows for name, measure in self._measures.each.items()]
+        found = [(name, window, self.monitor.outcomes.estimate(window, measure)) for name, window, measure in each]
+        return [
+            BacktestMeasure(name, window, known.rows, known.value, known.low, known.high, known.constant)
+            for name, window, known in found
+            if known is not None
+        ]
+
+    def add(self, rows: int) -> None:
+        """Add a point after `rows` more events."""
         self._events += rows
-        if scored is not None:
-            self._measured.add(scored)
-        score, loss = self._measured.score, self._measured.loss
+        score, loss = self.monitor.prequential.score, self.monitor.prequential.loss
         if score.now is not None and score.overall is not None:
             now, overall = self._sign * score.now, self._sign * score.overall
-            self.points.append(BacktestPoint(self._events, now, overall, loss.now or 0.0, loss.overall or 0.0))
+            others = score.other_windows(0) if self.monitor.baselines.names else {}
+            constants = [self._sign * others[name] if others else None for name in ("now", "overall")]
+            point = BacktestPoint(self._events, now, overall, loss.now or 0.0, loss.overall or 0.0, *constants)
+            self.points.append(point)
 
 
 class BacktestRun(Protocol):
@@ -95,18 +126,14 @@ class LabelledRun:
 
     def __init__(self, training: BacktestTraining) -> None:
         self.training = training
-        self.score = Score(training.setup.schema)
+        self.score = Score(training, training.monitor)
 
     def add(self, columns: Mapping[str, Array], held_out: Mapping[str, Array]) -> None:
         """Score the events, and train on them."""
         batch = batch_of(columns, held_out=held_out)
         rows = len(batch)
-        step = self.training.take(batch)
-        scored = None
-        if step is not None and step.finite:
-            baselines = self.score.baselines.add(batch.new["label"], batch.new["group_hash"])
-            scored = Scored(step.rows, step.score, step.loss_new, baselines)
-        self.score.add(rows, scored)
+        self.training.take(batch)
+        self.score.add(rows)
 
 
 def without_replay(spec: PipelineSettings) -> PipelineSettings:

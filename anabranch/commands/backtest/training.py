@@ -51,7 +51,7 @@ class BacktestTraining:
         # Whatever `[stream.labels]` says, a run may train on events before their label comes.
         self.setup = setup = replace(setup, loss_wrappers=[ImportanceWeights()])
         self.trainer = Trainer(setup)
-        self.batch_size = spec.learner.batch_size
+        self.spec, self.batch_size = spec, spec.learner.batch_size
         registry = CollectorRegistry()
         metrics, timer = LearnerMetrics(registry), ReplayMetrics(registry).sample
         self._names = [TopicPartition(name, 0)]
@@ -63,10 +63,12 @@ class BacktestTraining:
             store = BackgroundStore(kept, in_background=device.type != "mps")
             stack.callback(store.close)
         self._holdout = HoldoutSet(setup.schema, spec.gate.holdout_rows, _secret(spec).number("held-out events"))
-        monitor = StreamMonitor(spec.learner, setup.schema)
-        replay = make_feed(store, spec.learner, 1, monitor, self._holdout, self.trainer, timer)
+        self.monitor = StreamMonitor(spec.learner, setup.schema)
+        replay = make_feed(store, spec.learner, 1, self.monitor, self._holdout, self.trainer, timer)
         memory = MemoryRetry(device, threading.Event())
-        self.step = LearningStep(self.trainer, monitor, replay, self._holdout, [replay.raised], state, metrics, memory)
+        self.step = LearningStep(
+            self.trainer, self.monitor, replay, self._holdout, [replay.raised], state, metrics, memory
+        )
         replay.prefetch(0)
         self._generators = GeneratorStates(device)
 

@@ -67,12 +67,16 @@ def test_accuracy_rises_over_the_file(run, file):
 @pytest.mark.slow
 def test_the_screen_is_a_table(run, file):
     lines = run(file)[1].splitlines()
-    assert lines[0].split() == ["events", "recent", "accuracy", "overall", "accuracy", "loss"]
-    assert lines[-4].split()[0] == "2,000"
-    assert lines[-3] == ""
-    assert lines[-2].startswith("always answering ")
-    assert lines[-1].startswith("the last label: recent ")
-    assert "; of late the model is better than the last label by " in lines[-1]
+    assert lines[0].split() == ["events", "recent", "accuracy", "constant", "overall", "accuracy", "constant", "loss"]
+    events, *others = lines[lines.index("") - 1].split()
+    assert (events, len(others)) == ("2,000", 5)
+    always, last, blank, head, *measures = lines[lines.index("") + 1 :]
+    assert always.startswith("always answering ")
+    assert last.startswith("the last label: recent ")
+    assert "; of late the model is better than the last label by " in last
+    assert (blank, head.split()) == ("", ["measure", "window", "value", "95", "%", "interval", "constant"])
+    names = ["balanced_accuracy", "macro_f1", "log_loss", "top_5", "ece"]
+    assert [line.split()[:2] for line in measures] == [[name, "now"] for name in names]
 
 
 def test_each_event_is_scored_before_it_is_trained_on(example, file):
@@ -126,7 +130,7 @@ def late(example):
     return write
 
 
-def test_labels_come_at_their_own_time(run, late):
+def test_labels_come_at_their_own_time(run, late, example):
     """Positives that come after half an hour are learned from; the same that come after the wait are negatives."""
     code, out, err = run(late(1800.0), "--label-time", "known", "--json")
     document = json.loads(out)
@@ -135,7 +139,15 @@ def test_labels_come_at_their_own_time(run, late):
     assert (only["policy"], only["replay"]) == ("wait", True)
     assert only["labelled"] > 200
     assert 933 <= only["labelled"] + only["timed_out"] < 963, "those of the last hour wait on"
-    assert document["points"][-1]["recent"] > 0.85
+    last = document["points"][-1]
+    assert last["recent"] > 0.85
+    positives = sum(json.loads(line)["y"] for line in (example / "late.jsonl").read_text().splitlines()) / 1000
+    assert last["constant_overall"] == pytest.approx(document["baselines"][0]["overall"])
+    measures = {(each["name"], each["window"]): each for each in document["measures"]}
+    precision = measures["average_precision", "now"]
+    assert precision["constant"] == pytest.approx(positives)
+    assert positives < precision["lower"] < precision["value"] < precision["upper"] <= 1
+    assert measures["average_precision", "faded"]["value"] == pytest.approx(precision["value"], abs=0.01)
     assert document["points"][0]["overall_loss"] > document["points"][-1]["overall_loss"]
 
 
@@ -143,6 +155,15 @@ def test_a_label_after_the_wait_does_not_count(run, late):
     (only,) = json.loads(run(late(7200.0), "--label-time", "known", "--json")[1])["runs"]
     assert (only["labelled"], only["timed_out"]) == (0, 933), "those up to an hour before the last batch of 32"
     assert 0.7 < only["overall"] < 0.8, "all are taken for negatives"
+
+
+def test_a_measure_that_the_task_has_not_is_one_sentence(run, late, example):
+    file = late(1800.0)
+    with (example / "pipeline.toml").open("a") as settings:
+        settings.write("[gate.measures]\nndcg_10 = 0.01\n")
+    code, out, err = run(file)
+    assert (code, out) == (2, "")
+    assert '"ndcg_10" is no measure of this task, which has average_precision' in err
 
 
 @pytest.mark.slow
