@@ -40,7 +40,7 @@ from anabranch.learner.status.report import read_report as read_learner
 from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit, stop_on_signals
 from anabranch.serving.fleet.overview import Fleet
-from anabranch.serving.reporting.health import SILENT
+from anabranch.serving.reporting.health import SILENT, judge
 from anabranch.serving.reporting.report import AnswersReport, ServingReport, ShadowReport
 from anabranch.serving.reporting.report import read_report as read_serving
 
@@ -157,6 +157,9 @@ def render(status: Status) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("pipeline", f"{status.name}, state in {status.state_dir}")
+    if status.serving is not None and status.condition("serving") == "running":
+        silent = status.condition("learner") != "running"
+        table.add_row("health", Text(judge(status.learner, status.serving, silent=silent).sentence))
     for part, report in status.reports.items():
         table.add_row(part, _condition(status, part))
         for sentence in report.problems if report else ():

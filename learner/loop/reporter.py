@@ -312,9 +312,9 @@ class Reporter:
         """Renew the measures of the stream, and return them with those of the newest version."""
         self._estimates.renew(self._loop.monitor.outcomes.estimate)
         found = {**self._estimates.now, **self._parts.publisher.scoring.estimates.now}
-        reports: dict[str, MeasureReport] = {}
+        reports, known = dict[str, MeasureReport](), self._parts.publisher.gate.scorer.measures.each
         for (name, window), each in sorted(found.items()):
-            report = reports.setdefault(name, MeasureReport({}, {}, {}, {}))
+            report = reports.setdefault(name, MeasureReport({}, {}, {}, {}, known[name].higher))
             report.value[window], report.lower[window], report.upper[window] = each.value, each.low, each.high
             if math.isfinite(each.constant):
                 report.constant[window] = each.constant

@@ -109,6 +109,8 @@ class MeasureReport(msgspec.Struct, frozen=True):
         dict[str, float],
         Reported("anabranch_learner_measure_constant", "What one answer for all events has at best.", "window"),
     ] = {}
+    higher: bool = True
+    """Whether higher is better."""
 
 
 def _of_measures(measures: Mapping[str, MeasureReport]) -> dict[tuple[str, ...], MeasureReport]:

@@ -19,11 +19,14 @@ from anabranch.serving.rollout.hot_swap import VersionSwapper
 from anabranch.serving.rollout.version_list import VersionList
 
 _WINDOWS = ("now", "worst", "old")
+_MEASURED = ("now", "held_out")
 _RATES = ("steps", "rows_new", "rows_replay")
 
 SERIES = (
     *_WINDOWS,
     *(f"baseline_{window}" for window in _WINDOWS),
+    *(f"measure_{window}" for window in _MEASURED),
+    "baseline_measure_held_out",
     *_RATES,
     "lag",
     "freshness_p50_seconds",
@@ -32,7 +35,8 @@ SERIES = (
     "request_p99_seconds",
     "device_temperature",
 )
-"""The series that are kept over time; the windows hold the accuracy, or for regression the error."""
+"""The series that are kept over time. The windows hold the accuracy, or for regression the error; those that begin with
+`measure` hold the measure by which versions are judged, where it is another."""
 
 
 class Overview:
@@ -71,12 +75,14 @@ class Overview:
         values: dict[str, float | None] = {name: getattr(serving, name) for name in SERIES if name.endswith("_seconds")}
         if learner is not None and not self._learner_age.is_silent(learner):
             values |= {name: score for name, score in _scores(learner).items() if name in _WINDOWS}
+            values |= {f"measure_{name}": value for name, value in _measured(learner).items() if name in _MEASURED}
             values |= {name: learner.rates.get(name) for name in _RATES}
             if (learner.lag_age_seconds or 0.0) < LAG_STALE.total_seconds():
                 values["lag"] = sum(partition.pending for partition in learner.partitions.values())
             values["device_temperature"] = _hottest(learner)
         if baseline is not None and not self._baseline_age.is_silent(baseline):
             values |= {f"baseline_{name}": score for name, score in _scores(baseline).items() if name in _WINDOWS}
+            values["baseline_measure_held_out"] = _measured(baseline).get("held_out")
         self.history.add(now, values)
         self._detector.update(now, learner, serving, self._versions())
 
@@ -119,6 +125,12 @@ def _hottest(report: LearnerReport) -> float | None:
     """Return the highest temperature of the devices that the learner watches."""
     devices = report.device.devices if report.device else []
     return max((device.temperatures["gpu"] for device in devices if "gpu" in device.temperatures), default=None)
+
+
+def _measured(report: LearnerReport) -> dict[str, float]:
+    """Return the measure by which versions are judged, by window; empty where it is the task's own score."""
+    measure = report.measures.get(report.measure)
+    return {} if measure is None else measure.value
 
 
 def _scores(report: LearnerReport) -> dict[str, float]:

@@ -49,33 +49,45 @@ class ReportAge:
         return now - last[1] >= SILENT.total_seconds()
 
 
-_ROUGHLY = (
-    (timedelta(days=1), "a day"),
-    (timedelta(hours=1), "an hour"),
-    (timedelta(minutes=10), "10 minutes"),
-    (timedelta(minutes=1), "a minute"),
-    (timedelta(seconds=10), "10 seconds"),
-)
+_UNITS = (timedelta(days=1), "day"), (timedelta(hours=1), "hour"), (timedelta(minutes=1), "minute")
+_BEHIND = timedelta(seconds=10)
 
 
 def _behind(learner: LearnerReport, serving: ServingReport) -> list[str]:
-    """Say how far what is served is behind the stream, in words that seldom change."""
+    """Say how far what is served is behind the stream, in words that change once a minute at most."""
     reads_history = learner.backfill is not None and not learner.backfill.done
     freshness = 0.0 if reads_history else serving.freshness_p50_seconds or 0.0
     seconds = max(learner.lag_seconds, freshness)
-    words = next((words for least, words in _ROUGHLY if seconds >= least.total_seconds()), None)
-    return [] if words is None else [f"What is served is more than {words} behind the stream."]
+    if seconds < _BEHIND.total_seconds():
+        return []
+    counts = ((int(seconds // unit.total_seconds()), name) for unit, name in _UNITS)
+    found = (f"{count} {name}{'s' * (count > 1)}" for count, name in counts if count)
+    return [f"What is served is {next(found, 'more than 10 seconds')} behind the stream."]
 
 
 def _of_little_use(learner: LearnerReport) -> list[str]:
-    """Say that the model is no better than one constant answer, on the events that judge it best."""
-    constant = learner.baselines.get("constant")
-    if constant is None or learner.outcomes.get("trained", 0) < FEWEST_COMPARED:
+    """Say that the model is no better than one constant answer, on the events that judge it best.
+
+    Where a measure decides besides the score, the score counts only where it is worse and not by chance.
+    """
+    constant, measure = learner.baselines.get("constant"), learner.measures.get(learner.measure)
+    if learner.outcomes.get("trained", 0) < FEWEST_COMPARED:
         return []
-    if constant.worse:
-        return [f"The model is worse than {constant.rule}."]
-    window = "old" if "old" in constant.scores else "now"
-    return [f"The model is no better than {constant.rule}."] if window in no_better(learner, constant) else []
+    remarks = []
+    if constant is not None:
+        window = "old" if "old" in constant.scores else "now"
+        if constant.worse:
+            remarks.append(f"The model is worse than {constant.rule}.")
+        elif measure is None and window in no_better(learner, constant):
+            remarks.append(f"The model is no better than {constant.rule}.")
+    window = "held_out" if measure is not None and "held_out" in measure.constant else "now"
+    if measure is not None and window in measure.constant:
+        sign, rule = 1 if measure.higher else -1, "one answer for all events" if constant is None else constant.rule
+        limit = measure.upper if measure.higher else measure.lower
+        if sign * measure.value[window] <= sign * measure.constant[window]:
+            how = "worse" if sign * limit[window] < sign * measure.constant[window] else "no better"
+            remarks.append(f"By {learner.measure.replace('_', ' ')} the model is {how} than {rule}.")
+    return remarks
 
 
 def judge(learner: LearnerReport | None, serving: ServingReport, *, silent: bool) -> Health:

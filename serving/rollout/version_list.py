@@ -22,6 +22,8 @@ class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
     time: float | None = None
     step: int | None = None
     metrics: dict[str, float] = {}
+    constant: dict[str, float] = {}
+    """What one answer for all held-out events has, by the names of metrics."""
     verdict: str | None = None
     fate: VersionStatus
     """Served now, or pinned; swapped in before and replaced since; rolled back, or left out by a rollback; refused;
@@ -69,6 +71,7 @@ class VersionList:
             time=manifest.time,
             step=manifest.step,
             metrics=manifest.metrics,
+            constant=manifest.constant,
             verdict=verdict.verdict if verdict else None,
             fate=fate,
             reason=reason or (", ".join(verdict.reasons) if verdict else None) or None,

@@ -27,6 +27,7 @@ from anabranch.learner.status.report import (
     DeviceHealthReport,
     LabelReport,
     LearnerReport,
+    MeasureReport,
     PartitionReport,
     UndoReport,
     write_report,
@@ -267,18 +268,63 @@ def test_in_a_browser_the_head_says_how_the_model_compares_and_how_far_it_is_beh
         page = browser.new_page()
         page.goto(server.url)
         await_sentence(
-            page, "What is served is more than a minute behind the stream. The model is worse than always answering 0."
+            page, "What is served is 7 minutes behind the stream. The model is worse than always answering 0."
         )
         facts = page.text_content("#meta")
         assert "now worse than always answering 0 by 0.2 points, better than the last label by 0.4 points" in facts
         assert "7 min 5 s behind" in facts
         assert "always answering 0: 0.994" in page.text_content("#legend")
-        for width in (1440, 390):
-            page.set_viewport_size({"width": width, "height": 900})
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            if folder := os.environ.get("SHOTS"):
-                page.screenshot(path=f"{folder}/{width}.png")
+        assert page.locator("#classes").is_hidden()
+        check_widths(page, "accuracy")
+        windows = {"now": 0.0312, "held_out": 0.24}
+        lower, upper, least = ({each: value * factor for each, value in windows.items()} for factor in (0.5, 2, 0.25))
+        measure = MeasureReport(windows, lower, upper, least)
+        classes = {"0": {"support": 4806, "found": 4800, "answered": 4990, "recall": 0.9988, "precision": 0.9619}}
+        classes["fraud"] = {"support": 194, "found": 1, "answered": 2, "recall": 1 / 194, "precision": 0.5}
+        classes["chargeback"] = {"support": 0, "found": 0, "answered": 0, "recall": None, "precision": None}
+        status = httpx.get(server.url + "/api/status").json()
+        status["task"] = "classification"
+        status["learner"] |= {
+            "measure": "average_precision",
+            "measures": {"average_precision": msgspec.to_builtins(measure)},
+            "newest_classes": classes,
+        }
+        status["versions"][0] |= {
+            "metrics": {"average_precision": 0.24, "old": 0.98},
+            "constant": {"average_precision": 0.06, "old": 0.99},
+        }
+        status["health"]["silent"] = False
+        page.route("**/api/status", lambda route: route.fulfill(json=status))
+        page.locator("#hero-title").filter(has_text="Average precision").wait_for()
+        facts = page.text_content("#meta")
+        assert "held out average precision 0.24, constant 0.06" in facts
+        assert "now by accuracy worse than always answering 0 by 0.2 points" in facts
+        assert page.text_content("[data-figure=accuracy_measure_now]") == "0.0312"
+        assert "held-out events, 0.12 to 0.48; constant: 0.06" in page.text_content("#legend")
+        assert "now 99.2 %" in page.text_content("#training")
+        assert page.text_content("[data-figure=worst]") == "worst: fraud, 1 of 194 found"
+        rows = [row.locator("th, td").all_text_contents() for row in page.locator("#classes-rows tr").all()]
+        assert rows == [
+            ["fraud", "194", "50.0 %", "0.5 %"],
+            ["0", "4,806", "96.2 %", "99.9 %"],
+            ["chargeback", "0", *2 * ["\N{EN DASH}"]],
+        ]
+        assert page.text_content("#score-name") == "Average precision"
+        cell = page.locator("#versions [data-hint]").first
+        assert cell.text_content() == "0.24"
+        assert cell.get_attribute("data-hint") == "One answer for all these events has 0.06."
+        check_widths(page, "measure")
         page.close()
+
+
+def check_widths(page, name):
+    """Nothing is cut at the widths of a desk and of a telephone; SHOTS names a folder for pictures."""
+    for width in (1440, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for scheme in ("light", "dark") if os.environ.get("SHOTS") else ():
+            page.emulate_media(color_scheme=scheme)
+            page.screenshot(path=f"{os.environ['SHOTS']}/{name}-{width}-{scheme}.png", full_page=True)
 
 
 def test_in_a_browser_the_shadow_is_shown_while_there_is_a_candidate(browser, numbers, served, body_of):

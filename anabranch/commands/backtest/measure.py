@@ -165,8 +165,8 @@ def run_backtest(
 def render_backtest(result: BacktestResult) -> RenderableType:
     """Return the table of accuracy over time, below one of the runs where there are several."""
     shown = "{:.4g}" if result.score == "absolute error" else "{:.1%}"
-    beside = ("constant",) if result.baselines else ()
-    table = _table("events", f"recent {result.score}", *beside, f"overall {result.score}", *beside, "loss")
+    constant = ("constant",) if result.baselines else ()
+    table = _table("events", f"recent {result.score}", *constant, f"overall {result.score}", *constant, "loss")
     for point in result.points:
         scores = (point.recent, point.constant_recent, point.overall, point.constant_overall)
         cells = [shown.format(score) for score in scores if score is not None]

@@ -10,6 +10,11 @@ const HELP = {
   now: "Accuracy on the newest events, each predicted before the model trains on it (prequential). It falls when the stream changes, such as with a new class, until that is learned. Compare it with the rule next to it, and with the same figure of a second learner.",
   old: "Accuracy on the older three quarters of the holdout set, which the model never trains on.",
   worst: "Of all classes, the lowest accuracy on the holdout set.",
+  measure_now: "The measure by which versions are judged, on the newest 5,000 events, each predicted before the model trains on it (prequential). Next to it: the 95 % interval, and what one answer for all events has at best.",
+  measure_held_out: "The measure by which versions are judged, of the newest version on the holdout set, which the model never trains on. Rare classes have more than their share of it. Next to it: the 95 % interval, and what one answer for all events has at best.",
+  judged: "The measure by which versions are judged, on the holdout set when the version was published. Point at a value for what one answer for all events has.",
+  precision: "Of the answers that named the class, the part that was right.",
+  recall: "Of the events of the class, the part that was found.",
   baseline: "The same figure of a second learner, on the same events, that runs for comparison.",
   zoom: "Starts the y axis at the 1st percentile of the values instead of 0, the baseline left out.",
   freshness: "Time from the append of an event to Kafka until a version that has trained on it is served. Median and 99th percentile over the last minute.",
@@ -170,10 +175,14 @@ function headline(state, sentence, problems) {
 /* the page */
 const regression = () => Object.keys(status.learner?.error ?? {}).length > 0 || status.task === "regression";
 const score = (value, rounded) => (regression() ? digits(value) : percent(value, rounded));
+/* The measure by which versions are judged, where it is not the task's own score. */
+const judged = (report = status.learner) => report?.measures?.[report.measure];
+const words = (name) => name.replaceAll("_", " ");
+const capital = (text) => text.replace(/^./, (first) => first.toUpperCase());
 
 function render() {
   const { learner, serving, health } = status;
-  headline(health.state, health.sentence.replace(/^./, (first) => first.toUpperCase()), health.problems);
+  headline(health.state, capital(health.sentence), health.problems);
   $("pipeline").textContent = status.name;
   $("links").replaceChildren(...Object.entries(status.links).map(([name, href]) => element("a", { href }, name)));
   const facts = [
@@ -183,7 +192,9 @@ function render() {
   ];
   const compared = Object.values(learner?.baselines ?? {}).map((each) => each.comparison).filter(Boolean);
   const late = Math.max(learner?.lag_seconds ?? 0, serving.freshness_p50_seconds ?? 0);
-  if (compared.length && !health.silent) facts.push(`now ${compared.join(", ")}`);
+  const { value = {}, constant = {} } = judged() ?? {}, window = known(value.held_out) ? "held_out" : "now";
+  if (known(value[window]) && !health.silent) facts.push(`${words(window)} ${words(learner.measure)} ${digits(value[window])}, constant ${digits(constant[window])}`);
+  if (compared.length && !health.silent) facts.push(`now ${judged() ? `by ${regression() ? "absolute error" : "accuracy"} ` : ""}${compared.join(", ")}`);
   if (late >= 10 && !health.silent) facts.push(`${age(late)} behind`);
   $("meta").replaceChildren(...facts.map((text) => element("span", {}, text)));
   figure("served", known(serving.version) ? `Serves version ${serving.version}` : "");
@@ -194,6 +205,7 @@ function render() {
   renderAccuracy();
   renderTiles();
   renderVersions();
+  renderClasses();
   renderOutcomes();
   renderReplay();
   renderPartitions();
@@ -206,6 +218,16 @@ function lines() {
   const { learner, baseline } = status, now = regression() ? learner?.error : learner?.accuracy;
   const other = regression() ? baseline?.error : baseline?.accuracy;
   const plain = baseline?.strategy === "none" && learner?.strategy !== "none";
+  const measure = judged(), second = plain ? "Held out, without replay" : "Held out, baseline";
+  if (measure) {
+    const about = (window, events) => `${events}${known(measure.value[window]) ? `, ${digits(measure.lower[window])} to ${digits(measure.upper[window])}; constant: ${digits(measure.constant[window])}` : ""}`;
+    const drawn = [
+      { kind: "now", series: "measure_now", help: "measure_now", name: "Now", short: "now", about: about("now", "newest 5,000 events"), value: measure.value.now },
+      { kind: "old", series: "measure_held_out", help: "measure_held_out", name: "Held out", short: "held out", about: about("held_out", "held-out events"), value: measure.value.held_out },
+      { kind: "baseline", series: "baseline_measure_held_out", name: second, short: plain ? "no replay" : "baseline", about: "held-out events, baseline", value: judged(baseline)?.value.held_out },
+    ];
+    return drawn.filter((line) => line.kind !== "baseline" || baseline);
+  }
   const rules = Object.values(learner?.baselines ?? {});
   const ruled = (name) => rules.filter((each) => known(each.scores[name])).map((each) => `; ${each.rule}: ${score(each.scores[name])}`).join("");
   const all = [
@@ -229,21 +251,23 @@ function shown(names) {
 }
 
 function renderAccuracy() {
-  const drawn = lines();
-  $("hero-title").textContent = regression() ? "Absolute error" : "Accuracy";
+  const drawn = lines(), measure = judged(), format = measure ? digits : score;
+  const title = measure ? capital(words(status.learner.measure)) : regression() ? "Absolute error" : "Accuracy";
+  $("hero-title").textContent = title;
+  $("chart").setAttribute("aria-label", `${title} over time: the arrow keys move through it`);
   patchChildren($("legend"), drawn.map((line) => element("li", { "data-line": line.kind },
-    element("span", { class: "name" }, shape("svg", { viewBox: "0 0 22 8", "aria-hidden": "true" }, shape("path", { class: `curve ${line.kind}`, d: "M1 4H21" })), element("span", { "data-help": line.kind }, line.name)),
-    element("span", { class: "value", "data-figure": `accuracy_${line.series}` }, score(line.value)),
+    element("span", { class: "name" }, shape("svg", { viewBox: "0 0 22 8", "aria-hidden": "true" }, shape("path", { class: `curve ${line.kind}`, d: "M1 4H21" })), element("span", { "data-help": line.help ?? line.kind }, line.name)),
+    element("span", { class: "value", "data-figure": `accuracy_${line.series}` }, format(line.value)),
     element("span", { class: "about" }, line.about))));
   const { times, values, gap } = shown(drawn.map((line) => line.series));
   if (status.learner?.time > (times.at(-1) ?? 0)) {
     times.push(status.learner.time);
     drawn.forEach((line, i) => values[i].push(line.value ?? null));
   }
-  const most = Math.max(0, ...values.flat().filter(known)), top = regression() ? niceTop(most) : 1;
+  const most = Math.max(0, ...values.flat().filter(known)), top = measure || regression() ? niceTop(most) : 1;
   const { from } = bounds(), marks = points.events.filter((event) => event.until >= from);
   chart.draw({
-    ...bounds(), times, gap, format: score,
+    ...bounds(), times, gap, format,
     top, bottom: $("zoom").checked ? zoomedBottom(drawn.flatMap((line, i) => (line.kind === "baseline" ? [] : values[i])), top) : 0, marks,
     empty: status.learner ? "No figures yet: the first held-out events are on their way" : "The learner has not reported yet",
     lines: drawn.map((line, i) => ({ ...line, values: values[i] })),
@@ -252,7 +276,7 @@ function renderAccuracy() {
   patchChildren($("marks"), kinds.map((kind) => element("li", { "data-key": kind },
     shape("svg", { viewBox: "-6 -6 12 12", "aria-hidden": "true" }, shape("path", { class: `event ${kind}`, d: MARKS[kind] })),
     `${EVENTS[kind]} (${count(sum(marks.filter((mark) => mark.kind === kind).map((mark) => mark.count)))})`)));
-  if ($("values").open) renderValues(drawn, times, values);
+  if ($("values").open) renderValues(drawn, times, values, format);
   if ($("happened").open) renderEvents(marks);
 }
 
@@ -266,11 +290,11 @@ function renderEvents(marks) {
   $("happened").lastElementChild.replaceChildren(element("table", {}, element("tbody", {}, ...rows)));
 }
 
-function renderValues(drawn, times, values) {
+function renderValues(drawn, times, values, format) {
   const head = element("tr", {}, element("th", { scope: "col" }, "Time"), ...drawn.map((line) => element("th", { scope: "col", class: "num" }, line.name)));
   const every = Math.max(1, Math.ceil(times.length / 20)), rows = [];
   for (let i = times.length - 1; i >= 0; i -= every) {
-    rows.push(element("tr", {}, element("th", { scope: "row" }, clock(times[i])), ...values.map((column) => element("td", { class: "num" }, score(column[i])))));
+    rows.push(element("tr", {}, element("th", { scope: "row" }, clock(times[i])), ...values.map((column) => element("td", { class: "num" }, format(column[i])))));
   }
   $("values").lastElementChild.replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
 }
@@ -365,13 +389,15 @@ function actionsOf(version) {
 }
 
 function versionRows(version) {
-  const old = version.metrics.old, scores = regression() ? -1 : 1, shown = STATUSES[version.fate] ?? version.fate;
+  const metric = judged() ? status.learner.measure : "old", format = judged() ? digits : score, sign = !judged() && regression() ? -1 : 1;
+  const value = version.metrics[metric], constant = version.constant?.[metric], shown = STATUSES[version.fate] ?? version.fate;
+  const beaten = known(constant) ? { "data-hint": `One answer for all these events has ${format(sign * constant)}.` } : {};
   const why = version.reason ? { "data-hint": version.reason } : {};
   const row = element("tr", { class: ["served", "pinned"].includes(version.fate) ? "served" : "", "data-key": version.number, "data-version": version.number },
     element("th", { scope: "row" }, String(version.number)),
     element("td", { class: "num" }, known(version.time) ? age(status.time - version.time) : NONE),
     element("td", { class: "num wide" }, count(version.step)),
-    element("td", { class: "num" }, known(old) ? score(scores * old) : NONE),
+    element("td", { class: "num" }, known(value) ? element("span", beaten, format(sign * value)) : NONE),
     element("td", { class: version.verdict ?? "" }, element("span", { class: "glyph", "aria-hidden": "true" }, VERDICTS[version.verdict] ?? ""),
       element("span", version.verdict ? why : {}, version.verdict ?? NONE), ...(version.verdict === "inconclusive" && compared(version) ? [":", element("span", { class: "compared" }, ` ${compared(version)}`)] : [])),
     element("td", { class: version.fate === "rolled back" ? "refused" : version.fate }, shown),
@@ -385,10 +411,26 @@ function renderVersions() {
   const { learner, versions } = status;
   const held = learner && known(learner.held_since) && !status.health.silent ? `, held back for ${age(learner.time - learner.held_since)}` : "";
   figure("versions", learner ? `${count(learner.versions_published)} published, ${count(learner.publish_skipped)} skipped${held}` : "");
-  $("score-name").textContent = regression() ? "Old error" : "Old";
+  const name = judged() ? capital(words(learner.measure)) : regression() ? "Old error" : "Old";
+  patchChildren($("score-name"), [element("span", { "data-help": judged() ? "judged" : "old" }, name)]);
   const rows = versions.flatMap(versionRows);
   if (!rows.length) rows.push(element("tr", { class: "reason" }, element("td", { colspan: "7" }, "None has been published yet.")));
   patchChildren($("versions").tBodies[0], rows);
+}
+
+/* The classes, the one of which the fewest are found first. */
+const FEWEST = 10;
+function renderClasses() {
+  const classes = Object.entries(status.learner?.newest_classes ?? {});
+  $("classes").hidden = !classes.length;
+  classes.sort(([, one], [, other]) => (one.recall ?? 2) - (other.recall ?? 2));
+  const worst = classes.find(([, each]) => each.support >= FEWEST);
+  figure("worst", worst ? `worst: ${worst[0]}, ${count(worst[1].found)} of ${count(worst[1].support)} found` : "");
+  $("classes-rows").replaceChildren(...classes.map(([name, each]) => element("tr", { "data-class": name },
+    element("th", { scope: "row" }, name),
+    element("td", { class: "num" }, count(each.support)),
+    element("td", { class: "num" }, percent(each.precision)),
+    element("td", { class: `num ${worst?.[0] === name ? "warn" : ""}` }, percent(each.recall)))));
 }
 
 const OUTCOMES = ["trained", "stored_only", "held_out", "skipped", "dead_lettered"];
@@ -488,6 +530,7 @@ function renderFacts() {
   const training = [
     ...learned,
     ["Strategy", learner?.strategy || NONE],
+    ...(judged() ? [[regression() ? "Absolute error" : "Accuracy", pairs(regression() ? learner.error : learner.accuracy, score) || NONE], ...Object.values(learner.baselines).map((each) => [capital(each.rule), pairs(each.scores, score) || NONE])] : []),
     ["Loss, mean", learner && Object.keys(learner.loss).length ? pairs(learner.loss, digits) : NONE, "loss"],
     ["Forgetting, mean", known(learner?.forgetting) ? score(learner.forgetting) : NONE, "forgetting"],
     ["Drifts", !learner ? NONE : learner.drifts ? `${count(learner.drifts)}, last at step ${count(learner.drift_step)}` : "none", "drift"],
@@ -499,7 +542,7 @@ function renderFacts() {
   if (search) training.push(["Search", `${pairs(search.values, digits)}${search.pinned ? ", pinned" : `, ${count(search.challengers.length)} challengers`}${Object.keys(search.outcomes).length ? `; ended: ${pairs(search.outcomes, count)}` : ""}`, "search"]);
   const labels = learner?.labels;
   if (labels) training.push(["Late labels", `${count(labels.waiting)} events wait${known(labels.lag_p99_seconds) ? `, labels take ${duration(labels.lag_p50_seconds)}, 99 % of them less than ${duration(labels.lag_p99_seconds)}` : ""}`, "labels"]);
-  for (const [name, own] of Object.entries(learner?.extensions ?? {})) training.push([`${name[0].toUpperCase()}${name.slice(1).replaceAll("_", " ")}`, numbers(own)]);
+  for (const [name, own] of Object.entries(learner?.extensions ?? {})) training.push([capital(words(name)), numbers(own)]);
   const undo = learner?.undo;
   const undone = undo && `number ${undo.number}, without ${count(undo.offsets)} offsets: ${undo.left ? `${percent(undo.fraction)} learned again, ${count(undo.left)} offsets left` : "learned again"}`;
   const state = [
@@ -569,7 +612,7 @@ async function post(action, number) {
   const body = await reply.json().catch(() => ({}));
   return { status: reply.status, error: reply.ok ? "" : sentenceOf(body.error ?? `the server answered ${reply.status}`) };
 }
-const sentenceOf = (text) => `${text.replace(/^./, (first) => first.toUpperCase()).replace(/[.]$/, "")}.`;
+const sentenceOf = (text) => `${capital(text).replace(/[.]$/, "")}.`;
 
 function openCommand(action, number, text, error = "", asksToken = false) {
   Object.assign(pending, { action, number });

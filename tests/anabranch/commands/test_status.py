@@ -430,3 +430,33 @@ def test_an_accuracy_has_next_to_it_what_has_to_be_beaten_in_words(config, now):
     reports.write_report(config.state_dir, report)
     shown = screen(config)
     assert "baselines always answering the mean: now 1, overall 1.5; it is no better in overall" in shown
+
+
+def test_a_measure_and_the_sentence_of_the_dashboard_are_on_the_screen(config, now):
+    measure = reports.MeasureReport(
+        value={"now": 0.003, "held_out": 0.004},
+        lower={"now": 0.001, "held_out": 0.002},
+        upper={"now": 0.005, "held_out": 0.009},
+        constant={"now": 0.006, "held_out": 0.008},
+    )
+    report = learner_report(
+        time=now,
+        problems=[],
+        outcomes={"trained": 5000},
+        measure="average_precision",
+        measure_reason="0.6% of the newest held-out labels are class 1",
+        measures={"average_precision": measure},
+        lag_seconds=439.0,
+    )
+    reports.write_report(config.state_dir, report)
+    assert "health" not in screen(config), "serving has not reported"
+    write_report(config.state_dir, serving_report(time=now, freshness_p50_seconds=1.0))
+    shown = screen(config)
+    assert (
+        "health What is served is 7 minutes behind the stream. By average precision the model is no better than one "
+        "answer for all events."
+    ) in shown
+    assert "judged by average_precision: 0.6% of the newest held-out labels are class 1" in shown
+    assert (
+        "average_precision: now 0.003 (0.001 to 0.005; constant 0.006), held out 0.004 (0.002 to 0.009; constant 0.008)"
+    ) in shown

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.mmap_dict import MmapedDict
 
-from anabranch.learner.status.report import BackfillReport, BaselineReport, LearnerReport
+from anabranch.learner.status.report import BackfillReport, BaselineReport, LearnerReport, MeasureReport
 from anabranch.serving.reporting.health import ReportAge, judge
 from anabranch.serving.reporting.report import AnswersReport, ServingReport
 from anabranch.serving.reporting.worker_pool import PoolCollector, WorkerPool
@@ -25,6 +25,15 @@ FRAUD = {
     "accuracy": {"old": 0.992, "now": 1.0},
     "baselines": constant(scores={"old": 0.994, "now": 0.9}),
 }
+
+
+def judged(name="average_precision", *, higher=True, **value):
+    """A measure whose interval is of 0.005 to either side, where one answer for all has 0.012."""
+    lower, upper = ({window: each + add for window, each in value.items()} for add in (-0.005, 0.005))
+    measure = MeasureReport(value, lower, upper, dict.fromkeys(value, 0.012), higher)
+    return {"measure": name, "measures": {name: measure}}
+
+
 HISTORY = BackfillReport(topics=["history"], rows_read=5, rows=10, files_read=0, files=1)
 SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8000", ready=True, version=3)
 
@@ -37,8 +46,9 @@ SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8
         ({"warnings": ["a", "b"]}, {}, "well", "All is well, with 2 warnings."),
         ({"warnings": ["a"], "problems": ["b"]}, {}, "unhealthy", "Learner: b"),
         ({"lag_seconds": 9.0}, {"freshness_p50_seconds": 9.0}, "well", "All is well."),
-        ({"lag_seconds": 74.0}, {}, "attention", "What is served is more than a minute behind the stream."),
-        ({}, {"freshness_p50_seconds": 4000.0}, "attention", "What is served is more than an hour behind the stream."),
+        ({"lag_seconds": 74.0}, {}, "attention", "What is served is 1 minute behind the stream."),
+        ({"lag_seconds": 439.0}, {}, "attention", "What is served is 7 minutes behind the stream."),
+        ({}, {"freshness_p50_seconds": 4000.0}, "attention", "What is served is 1 hour behind the stream."),
         ({"backfill": HISTORY}, {"freshness_p50_seconds": 4000.0}, "well", "All is well."),
         (
             FRAUD | {"lag_seconds": 12.0},
@@ -50,6 +60,26 @@ SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8
             ),
         ),
         (FRAUD | {"accuracy": {"old": 0.996, "now": 0.99}}, {}, "well", "All is well."),
+        (FRAUD | judged(held_out=0.2), {}, "well", "All is well."),
+        (
+            FRAUD | judged(held_out=0.01),
+            {},
+            "attention",
+            "By average precision the model is no better than always answering 0.",
+        ),
+        (
+            FRAUD | judged(now=0.001) | {"baselines": {}},
+            {},
+            "attention",
+            "By average precision the model is worse than one answer for all events.",
+        ),
+        (
+            FRAUD | judged("log_loss", now=0.03, higher=False) | {"baselines": constant(scores={}, worse=True)},
+            {},
+            "attention",
+            ("The model is worse than always answering 0. By log loss the model is worse than always answering 0."),
+        ),
+        (FRAUD | judged("log_loss", now=0.01, higher=False), {}, "well", "All is well."),
         (FRAUD | {"outcomes": {"trained": 999}}, {}, "well", "All is well."),
         (FRAUD | {"baselines": constant(scores={"old": 1.0}), "accuracy": {"old": 1.0}}, {}, "well", "All is well."),
         (
