@@ -43,6 +43,7 @@ from anabranch.learner.extension import Extension, overriding
 from anabranch.learner.extensions.device_health.extension import DeviceHealth, SpeedCheck, watch_devices
 from anabranch.learner.extensions.device_sharing.extension import background_yield, device_sharing, step_hooks
 from anabranch.learner.extensions.fleet.extension import FleetWatch, fleet_extension
+from anabranch.learner.extensions.input_drift.extension import InputDrift
 from anabranch.learner.extensions.late_labels.extension import LateLabels
 from anabranch.learner.extensions.late_labels.join_part import open_join
 from anabranch.learner.extensions.mlflow.extension import open_registrar
@@ -404,10 +405,18 @@ class Assembly:
         yield from self._judges
         yield self._sharing
         yield None if self._search is None else SearchExtension(self._search)
+        yield self._watch_inputs()
         for each in ALWAYS:
             extension: Extension = resolve_name(each)()
             self.stack.callback(extension.close)
             yield extension
+
+    def _watch_inputs(self) -> InputDrift | None:
+        """Compare new events with those before; None without `learner.drift.inputs`."""
+        spec, setup = self.spec, self.setup
+        if not (settings := spec.learner.drift).inputs:
+            return None
+        return InputDrift(settings, setup.schema, setup.task, spec.state_dir, rests=not spec.learner.deterministic)
 
     def _build_publisher(self, resumed: ResumePoint) -> Publisher:
         spec, setup = self.spec, self.setup

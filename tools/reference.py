@@ -101,6 +101,7 @@ _TAIL = """\
 | `undo.json` | which events were undone, and the checkpoint that the learner returned to |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
+| `inputs.json` | the counts of features that requests are compared with; replaced atomically |
 | `learner-start.json`, `serving-start.json` | what the part does or waits for until its first report |
 | `mlflow.json` | with `[mlflow]`: versions that wait to be registered, and the numbers of those that are |
 | `learner.lock` | held by the one learner |

@@ -29,6 +29,7 @@ from anabranch.learner.status.report import (
     CanaryReport,
     ClassReport,
     DeviceSharingReport,
+    InputReport,
     LabelReport,
     LearnerReport,
     SearchReport,
@@ -214,6 +215,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row("forgetting", f"{report.forgetting:.1%}" if not report.error else f"{report.forgetting:.4g}")
     if report.drifts:
         table.add_row("drifts", f"{report.drifts:,}, the last at step {report.drift_step or 0:,}")
+    if report.inputs is not None and report.inputs.psi:
+        table.add_row("inputs", _inputs(report.inputs))
     if report.search is not None:
         table.add_row("search", _search(report.search))
     table.add_row("outcomes", _pairs({k: f"{v:,}" for k, v in report.outcomes.items()}) or "none")
@@ -256,6 +259,13 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     for name, numbers in report.extensions.items():
         table.add_row(Text(name.replace("_", " ")), Text(_numbers(numbers)))
     return table
+
+
+def _inputs(inputs: InputReport) -> str:
+    """Say which features differ most from the events before; those that have drifted have a warning."""
+    largest = sorted(inputs.psi, key=lambda name: -inputs.psi[name])[:3]
+    psi = _pairs({name: f"{inputs.psi[name]:.2f}" for name in largest})
+    return f"{_count(len(inputs.drifted), 'drift')}; the largest PSI: {psi}"
 
 
 def _worst_class(classes: Mapping[str, ClassReport]) -> str:

@@ -61,7 +61,7 @@ def _named(value: object) -> object:
 
 
 class DriftSettings(Section):
-    """The response when the error on new events rises because the stream has changed."""
+    """The response when the error on new events rises because the stream has changed, and what is drift of inputs."""
 
     actions: tuple[Literal["mark", "raise-lr", "raise-replay", "checkpoint"], ...] = ("mark",)
     """`mark` counts and logs drift, as all actions do; `raise-lr` and `raise-replay` raise the learning rate and the
@@ -74,6 +74,12 @@ class DriftSettings(Section):
     """Factor of `raise-replay` on the replay ratio; it falls back linearly over `steps`."""
     steps: Annotated[int, Field(ge=1)] = 500
     """Steps until both factors are back at 1."""
+    inputs: bool = True
+    """Whether features and predictions of new events, and features of requests, are compared with those before."""
+    psi: Annotated[float, Field(gt=0, le=10)] = 0.2
+    """A smaller population stability index is no drift of a feature or of predictions."""
+    ignored: tuple[str, ...] = ()
+    """Features that are not compared, such as the day of the week."""
 
 
 class ScheduleSettings(Section):

@@ -387,6 +387,35 @@ class ClassReport(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the answers that were right; None without any."""
 
 
+class InputReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest 1,000 events against those before, by feature; `predictions` are those of the model.
+
+    Of the features it has the 20 with the largest index.
+    """
+
+    psi: Annotated[
+        dict[str, float],
+        Reported(
+            "anabranch_learner_input_psi", "Population stability index of a feature, or of predictions.", "feature"
+        ),
+    ] = {}
+    ks: Annotated[
+        dict[str, float],
+        Reported("anabranch_learner_input_ks", "Kolmogorov-Smirnov statistic of its known values.", "feature"),
+    ] = {}
+    missing: Annotated[
+        dict[str, float],
+        Reported("anabranch_learner_input_missing_ratio", "Part of its values that are missing.", "feature"),
+    ] = {}
+    drifted: list[str] = []
+    """Those that have drifted, predictions last."""
+
+    @Reported("anabranch_learner_drifted_input_psi", "The same of those that have drifted alone.", "feature")
+    def drifted_psi(self) -> dict[str, float]:
+        """The index of those that have drifted."""
+        return {name: self.psi[name] for name in self.drifted if name in self.psi}
+
+
 class BaselineReport(msgspec.Struct, frozen=True, kw_only=True):
     """A rule without features, on the events that the model's own score is of."""
 
@@ -582,6 +611,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
             "purpose",
         ),
     ] = {}
+    inputs: InputReport | None = None
+    """None with `learner.drift.inputs = false`."""
     device_sharing: DeviceSharingReport | None = None
     """None where the device is not shared."""
     device: DeviceHealthReport | None = None
