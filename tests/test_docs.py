@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -442,6 +443,45 @@ def test_a_pretrained_model_learns_from_texts_and_answers_them(kafka, make_topic
     base = bases_in(tmp_path / "var").file(versions.manifest(newest).base)
     assert all("lora" in key or key.startswith("classifier.") for key in versions.weights(versions.manifest(newest)))
     assert base.stat().st_size > 10_000
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_payments_are_scored_while_their_labels_are_late(kafka, tmp_path):
+    """The day takes fifteen seconds. Labels may be ten late, so that a machine that stops for a while loses none."""
+    prefix, copied = f"{uuid.uuid4().hex}-", tmp_path / "fraud"
+    shutil.copytree(ROOT / "examples" / "fraud", copied)
+    for file in copied.glob("*.*"):
+        text = file.read_text(encoding="utf-8")
+        names = [(f'"{name}', f'"{prefix}{name}') for name in ("payments", "chargebacks")]
+        file.write_text(changed(text, *names, ("localhost:9092", kafka.bootstrap), ('wait = "5s"', 'wait = "10s"')))
+    environment = environment_of(tmp_path, kafka.bootstrap, f"{prefix}payments")
+    page = {block.mark("run"): block.text for block in blocks(page="docs/get-started/fraud.md")}
+    assert "nothing is wrong" in shell_in(environment, page["fraud topics"], copied)
+    frauds = (copied / "events.jsonl").read_text(encoding="utf-8").count('"known_at"')
+
+    def labels():
+        report = read_learner(copied / "var")
+        return report.labels if report and report.labels and sum(report.labels.ended.values()) == 20_000 else None
+
+    with subprocess.Popen(page["fraud up"].split(), cwd=copied, env=environment, stderr=subprocess.DEVNULL) as up:
+        try:
+            wait_until(lambda: read_learner(copied / "var"), every=0.2)
+            shell_in(environment, f"{page['fraud send'].strip()} 15", copied)
+            scores, alerts = shell_in(environment, page["fraud alerts"], copied).splitlines()
+            late = wait_until(labels, lambda: f"labels of {read_learner(copied / 'var')}", every=0.2).labels
+            screen = shell_in(environment, page["fraud status"], copied)
+        finally:
+            up.send_signal(signal.SIGINT)
+            up.communicate()
+    assert scores == "20,000 scores"
+    assert re.fullmatch(r"the last two hours: \d+ alerts for 1,667 payments found \d+ of 21 frauds", alerts)
+    assert late["matched"] + late.get("late", 0) == frauds
+    assert late["matched"] > frauds / 2
+    assert "judged by average_precision: gate.measures names it" in screen
+    assert re.search(r"recall_at_budget_1: .*held out 0\.", screen)
+    assert re.search(r"payments.scores: answered 20,000", screen)
 
 
 @pytest.mark.process

@@ -21,6 +21,7 @@ from anabranch import cli
 from anabranch.commands.versions.export.program import export_program
 from anabranch.config.loader import Config, load_config
 from anabranch.ingest.events.schema import Schema
+from anabranch.learner.evaluate.measures import Outcomes, measure_of
 from anabranch.learner.model.device import Precision
 from anabranch.learner.model.factory import build_on_device, check_model, make_task
 from anabranch.learner.model.trained_set import trained_state, write_base
@@ -218,6 +219,30 @@ def test_the_orders_drift_in_the_middle_and_the_model_recovers(example):
     before, after = scores[middle - tenth : middle].mean(), scores[middle : middle + tenth // 2].mean()
     assert after < before - 0.1
     assert scores[-tenth:].mean() > before - 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("copied", "name", "margin"),
+    [("fraud", "average_precision", 0.4), ("ranking", "ndcg_10", 0.2)],
+    indirect=["copied"],
+)
+def test_it_orders_events_better_than_chance_does(example, name, margin):
+    events, measure = np.arange(len(example.events)), measure_of(name, "two-classes", groups=True)
+    trained, last = np.split(events, [int(0.9 * len(events))])
+    trainer, _ = example.train(trained)
+    publish(example.config, example.schema, trainer.model)
+    found = loaded(example.config, example.schema).run(
+        {each.name: example.columns[f"feature.{each.name}"][last] for each in example.schema.features}
+    )
+    log_odds = np.log(found["probabilities"])[:, 1:] - np.log(found["probabilities"])[:, :1]
+    model, chance = (
+        measure.value(
+            Outcomes("two-classes", odds, example.columns["label"][last], example.columns["group_hash"][last])
+        )
+        for odds in (log_odds, np.zeros_like(log_odds))
+    )
+    assert model > chance + margin
 
 
 @pytest.mark.slow
