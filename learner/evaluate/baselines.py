@@ -49,25 +49,24 @@ class _MostFrequent:
         if len(self.guess) == 1:
             return self._add_to_one(label_B.astype(np.int64))
         order = np.argsort(slot_B, kind="stable")
-        slot, label, index = slot_B[order], label_B[order].astype(np.int64), np.arange(len(order))
+        slot, label = slot_B[order], label_B[order].astype(np.int64)
         first = np.concatenate([[True], slot[1:] != slot[:-1]])
-        start = np.maximum.accumulate(np.where(first, index, 0))
-        pair = slot * self._counts.shape[1] + label
+        pair, most = slot * self._counts.shape[1] + label, self._most[slot]
         count = self._counts.reshape(-1)[pair] + _occurrence(pair) + 1
         # The largest count so far in each slot: slots are separated by an offset that no count reaches.
-        offset = np.cumsum(first) * (1 + max(int(count.max()), int(self._most[slot].max())))
-        reached = np.maximum.accumulate(np.maximum(count, self._most[slot]) + offset) - offset
-        leads = count > np.where(first, self._most[slot], np.roll(reached, 1))
-        leader = np.maximum.accumulate(np.where(leads, index, -1))
-        before = np.roll(leader, 1)
-        known = ~first & (before >= start)
-        guess_B = np.empty(len(order), np.int64)
-        guess_B[order] = np.where(known, label[before], self.guess[slot])
+        offset = np.cumsum(first) * (1 + max(int(count.max()), int(most.max())))
+        reached = np.maximum.accumulate(np.maximum(count, most) + offset) - offset
+        leads = count > np.where(first, most, np.roll(reached, 1))
+        # The guess changes after the event that leads.
+        changes = np.flatnonzero(first | np.roll(leads, 1))
+        guesses = np.where(first[changes], self.guess[slot[changes]], label[changes - 1])
+        guess = np.repeat(guesses, np.diff(changes, append=len(label)))
+        guess_B = np.empty_like(guess)
+        guess_B[order] = guess
         np.add.at(self._counts.reshape(-1), pair, 1)
         last = np.flatnonzero(np.roll(first, -1))
         self._most[slot[last]] = reached[last]
-        changed = last[leader[last] >= start[last]]
-        self.guess[slot[changed]] = label[leader[changed]]
+        self.guess[slot[last]] = np.where(leads[last], label[last], guess[last])
         return guess_B
 
     def _add_to_one(self, label_B: NDArray[np.int64]) -> NDArray[np.int64]:
