@@ -147,7 +147,7 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
     """Run one of torchrun's ranks, and return its exit code."""
     _log_no_frames()
     from anabranch.core.errors import DependencyError, SettingsError
-    from anabranch.learner.parallel.process_group import RankAssignment, device_of, exiting_at_once, record_collectives
+    from anabranch.learner.parallel.process_group import RankAssignment, exiting_at_once, record_collectives
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
         from anabranch.learner.parallel import torchrun
@@ -164,7 +164,7 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
             settings, alike = pipeline.learner, dict[str, str]()
             try:
                 settings = started.settings(settings, chosen)
-                device_of(assignment, settings)
+                assignment.device(settings)
                 torchrun.use_interface_to(started.master, os.environ, started.hosts)
                 alike = torchrun.values_to_agree_on(settings, _alike(config))
             except (SettingsError, DependencyError) as exc:

@@ -32,7 +32,6 @@ from anabranch.learner.checkpoints.part_formats import WAITING_EVENTS
 from anabranch.learner.checkpoints.parts import StorePart
 from anabranch.learner.device.cuda_limits import confined, prepare_cuda, using_device
 from anabranch.learner.device.out_of_memory import MemoryRetry, oom_warning
-from anabranch.learner.device.speed_check import time_product
 from anabranch.learner.device.visible_devices import leave_out_unusable
 from anabranch.learner.evaluate.baselines import Baselines
 from anabranch.learner.evaluate.event_time import EventTimePredictor
@@ -86,6 +85,7 @@ from anabranch.learner.parallel.follower import follow
 from anabranch.learner.parallel.leader import Leader, lead
 from anabranch.learner.parallel.mesh import Mesh, num_row_groups
 from anabranch.learner.parallel.process_group import RankAssignment, devices_of_host, join_group
+from anabranch.learner.parallel.speed_check import time_product
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.state_dir.bases import bases_in
 from anabranch.learner.state_dir.lock import check_generation, lock_state_directory
@@ -430,7 +430,8 @@ class Assembly:
             self._undo.number,
             self._undo.excluded if self._storage is None else contextlib.nullcontext,
         )
-        return Publisher(writer, self._gate, spec.versions, self._metrics.learner, self._check, self.extensions)
+        verdicts = self._metrics.learner.gate_verdicts
+        return Publisher(writer, self._gate, spec.versions, verdicts, self._check, self.extensions)
 
     def _build_checkpointer(
         self, resumed: ResumePoint, store: BackgroundStore | None, checkpoints: Checkpoints
@@ -439,7 +440,8 @@ class Assembly:
             return Checkpointer(
                 checkpoints,
                 self.spec.checkpoints,
-                self._metrics.learner,
+                self._metrics.learner.checkpoint,
+                self._metrics.learner.checkpoint_stall,
                 [
                     *([] if store is None else [StorePart(store, resumed.segments)]),
                     *(each.part for each in self.extensions if each.part is not None),

@@ -222,7 +222,7 @@ def publisher(year, *, holds_out):
     versions, scorer = Versions(year.folder, year.storage("versions")), RandomScorer(year.schema, year.dice)
     reference, gate = reference_to(MODEL), GateSettings(holdout_rows=80, min_rows=40)
     quality_gate = QualityGate(versions, gate, scorer, reference)  # type: ignore[arg-type]
-    holdout, made_by = HoldoutSet(year.schema, 80, 0), LearnerMetrics(CollectorRegistry())
+    holdout, made_by = HoldoutSet(year.schema, 80, 0), LearnerMetrics(CollectorRegistry()).gate_verdicts
     settings = VersionsSettings(keep=4, keep_hourly=6)
     publishes = Publisher(VersionWriter(versions, reference, year.schema, 1), quality_gate, settings, made_by)
 

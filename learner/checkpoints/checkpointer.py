@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+from prometheus_client import Counter, Histogram
 from torch import Tensor
 
 from anabranch.core.errors import DependencyError
@@ -24,7 +25,6 @@ from anabranch.learner.checkpoints.parts import CapturedPart, CheckpointPart, Pa
 from anabranch.learner.errors import CheckpointError, CopyMemoryError
 from anabranch.learner.settings.learner import CheckpointSettings
 from anabranch.learner.state_dir.folders import last_of_hours
-from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.replay.row_source import RowSource
 
 _POLL_INTERVAL = timedelta(milliseconds=100)
@@ -115,7 +115,8 @@ class Checkpointer:
         self,
         checkpoints: Checkpoints,
         settings: CheckpointSettings,
-        metrics: LearnerMetrics,
+        duration: Histogram,
+        stall: Counter,
         parts: Sequence[CheckpointPart] = (),
         check: Callable[[], object] = bool,
         after_prune: Callable[[], object] = bool,
@@ -126,7 +127,8 @@ class Checkpointer:
         Args:
             checkpoints: the directory.
             settings: `[checkpoints]`.
-            metrics: of the learner.
+            duration: observes how long each takes to write, in seconds.
+            stall: counts the seconds that steps wait for one.
             parts: what is packed in the background.
             check: called before each checkpoint.
             after_prune: called after old checkpoints are deleted.
@@ -140,7 +142,7 @@ class Checkpointer:
         self._after_prune = after_prune
         self._deleting = deleting
         self.parts = parts
-        self._metrics = metrics
+        self._duration, self._stall = duration, stall
         self._due = time.monotonic() + self._every
         self._background = BackgroundWorker("checkpointer", check)
         self._in_snapshot = False
@@ -186,7 +188,7 @@ class Checkpointer:
     ) -> None:
         """Start a checkpoint unless one is being written; called when `is_due`.
 
-        When a part has no free slot, this waits for checkpoints to be written and counts the time in the metrics; if
+        When a part has no free slot, this waits for checkpoints to be written and counts the time; if
         they cannot be written, the store declines events.
 
         Args:
@@ -203,7 +205,7 @@ class Checkpointer:
         if not self._all_have_room():
             begin = time.perf_counter()
             self._free_slots(capture, fingerprint, while_waiting)
-            self._metrics.checkpoint_stall.inc(time.perf_counter() - begin)
+            self._stall.inc(time.perf_counter() - begin)
 
     def _all_have_room(self) -> bool:
         return all(part.has_room() for part in self.parts)
@@ -335,7 +337,7 @@ class Checkpointer:
             begin, now = time.perf_counter(), time.time()
             self._checkpoints.write(number, self._checkpoint(number, captured, parts), now)
             seconds = time.perf_counter() - begin
-            self._metrics.checkpoint.observe(seconds)  # not of a failed one: it also counts
+            self._duration.observe(seconds)  # not of a failed one: it also counts
             record("checkpoint", seconds, {"anabranch.checkpoint": number, "anabranch.step": captured.step})
             self.number, self.time, self._written = number, now, fingerprint
             if self._oldest is None:

@@ -17,6 +17,7 @@ from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.extension import Extension, overriding
 from anabranch.learner.loop.erasure import Erasure
 from anabranch.learner.loop.replay_feed import ReplayFeed
+from anabranch.learner.model.growing.pool import parts_in
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.lag import LagPolicy
 from anabranch.learner.stream.ledger import Ledger, nothing_waits
@@ -164,10 +165,10 @@ class LoopState(StepState):
 
     def snapshot(self) -> Snapshot:
         """Return what a version is made of, with a copy of the weights."""
-        parts, read = self._parts, self.ledger.read
+        parts, read, weights = self._parts, self.ledger.read, self._parts.trainer.snapshot()
         return Snapshot(
             step=self.steps,
-            weights=parts.trainer.snapshot(),
+            weights=weights,
             trained_through=self.ledger.trained_through,
             # They differ where an extension lets events end later than they are read.
             seen_through={name: last for name, (_, last) in read.items()}
@@ -179,4 +180,5 @@ class LoopState(StepState):
             learned_from={name: first for name, (first, _) in read.items()},
             erasures=parts.erasure.excluded_through,
             found=dict(parts.trainer.found),
+            parts=parts_in(weights),
         )

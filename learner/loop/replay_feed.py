@@ -31,7 +31,6 @@ from anabranch.learner.model.examples import (
 )
 from anabranch.learner.model.faulty_events import RaisingEventsError
 from anabranch.learner.settings.learner import LearnerSettings
-from anabranch.learner.strategies.base import Strategy
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.batches import MOST_STEPS
 from anabranch.learner.train.step_result import StepResult
@@ -213,9 +212,7 @@ def make_feed(
         return ReplayFeed()
     probe = Probe(monitor.ratio, holdout, trainer, settings.batch_size)
     step_size = settings.batch_size * ranks
-    return StoreFeed(
-        store, trainer.strategy, monitor, probe, settings.batch_size, step_size, timer, fixed=settings.deterministic
-    )
+    return StoreFeed(store, trainer, monitor, probe, step_size, timer, fixed=settings.deterministic)
 
 
 class StoreFeed(ReplayFeed):
@@ -228,10 +225,9 @@ class StoreFeed(ReplayFeed):
     def __init__(
         self,
         store: BackgroundStore,
-        strategy: Strategy,
+        trainer: Trainer,
         monitor: StreamMonitor,
         probe: Probe,
-        batch_size: int,
         step_size: int,
         timer: Histogram,
         *,
@@ -241,10 +237,9 @@ class StoreFeed(ReplayFeed):
 
         Args:
             store: from which only this feed samples.
-            strategy: determines how many samples a step takes, and of how many events.
+            trainer: whose strategy determines how many samples a step takes, and of how many events.
             monitor: determines the replay ratio, and in which steps old events are scored.
             probe: scores them.
-            batch_size: events that a probe scores.
             step_size: new events of a full step.
             timer: observes how long sampling takes.
             fixed: whether what is replayed must not depend on how long rounds are.
@@ -252,10 +247,9 @@ class StoreFeed(ReplayFeed):
         self._fixed = fixed
         self._ahead, self._last = AHEAD, 0
         self._store = store
-        self._strategy = strategy
+        self._strategy = trainer.strategy
         self._monitor = monitor
         self._probe = probe
-        self._batch_size = batch_size
         self._step_size = step_size
         self._timer = timer
         self._debt = 0.0

@@ -73,6 +73,27 @@ def choose_device(devices: str, key: str = "learner.device") -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+def device_of_rank(index: int, settings: LearnerSettings) -> torch.device:
+    """Return the device of a rank, 0 for the first of this host.
+
+    Raises:
+        SettingsError, DependencyError: there is none.
+    """
+    device, what = choose_device(settings.device), f"learner.replicas = {settings.replicas}"
+    if device.type == "cpu":
+        if settings.comm_hook == "bf16":
+            raise SettingsError('learner.comm_hook = "bf16" needs CUDA devices; write "fp16", or "none"')
+        return device
+    if device.type != "cuda":
+        raise SettingsError(f'{what} needs CUDA devices or learner.device = "cpu", but the device is {device}')
+    if ":" in settings.device:
+        raise SettingsError(f'{what} needs a device for each, but learner.device = "{settings.device}"; write "cuda"')
+    if torch.cuda.device_count() < settings.replicas:
+        there = torch.cuda.device_count()
+        raise DependencyError(f"{what} needs as many CUDA devices, but there are {there}; one may be away or broken")
+    return torch.device("cuda", index)
+
+
 def driver_fault() -> str | None:
     """Return why torch sees no CUDA device on a machine that has NVIDIA's driver, as a clause; None without a fault."""
     if torch.version.cuda is None or torch.cuda.is_available():

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from anabranch.learner.device.speed_check import product_or_nan, time_collective
 from anabranch.learner.model.faulty_events import RaisingEventsError
 from anabranch.learner.model.rng import rng_tensors, rng_values
 from anabranch.learner.model.trained_set import trained_state
@@ -28,6 +27,7 @@ from anabranch.learner.parallel.channel import (
 )
 from anabranch.learner.parallel.data_parallel import DataParallelGroup
 from anabranch.learner.parallel.scatter import RankBatch, TensorLayout, gathered, layouts_from_json, pieces_of, unpacked
+from anabranch.learner.parallel.speed_check import product_or_nan, time_collective
 from anabranch.learner.train.trainer import Trainer
 
 

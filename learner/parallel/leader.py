@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from anabranch.learner.device.speed_check import COLLECTIVE, product_or_nan, time_collective
 from anabranch.learner.model.examples import Examples
 from anabranch.learner.model.faulty_events import RaisingEventsError, error_of
 from anabranch.learner.parallel.channel import (
@@ -51,8 +50,10 @@ from anabranch.learner.parallel.scatter import (
     pieces_of,
     scatter,
 )
+from anabranch.learner.parallel.speed_check import product_or_nan, time_collective
 from anabranch.learner.settings.learner import LearnerSettings
 from anabranch.learner.train.micro_batches import num_parts
+from anabranch.learner.train.parallelism import COLLECTIVE
 from anabranch.learner.train.step_result import StepResult
 from anabranch.learner.train.step_wrapper import StepWrapper, TakeStep
 from anabranch.learner.train.trainer import Trainer

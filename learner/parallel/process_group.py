@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _world
 
-from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.learner.errors import RankLostError
-from anabranch.learner.model.device import choose_device
+from anabranch.learner.model.device import device_of_rank
 from anabranch.learner.parallel.torchrun import RankHeartbeat
 from anabranch.learner.settings.learner import RANK_TIMEOUT, LearnerSettings
 from anabranch.learner.state_dir.folders import TRACES
@@ -38,6 +37,10 @@ class RankAssignment:
     heartbeat: RankHeartbeat | None = None
     """Of ranks that torchrun started: ends them when one is lost."""
 
+    def device(self, settings: LearnerSettings) -> torch.device:
+        """Return the device of the rank; raises what `device_of_rank` raises."""
+        return device_of_rank(self.rank - self.first, settings)
+
 
 @contextlib.contextmanager
 def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterator[torch.device]:
@@ -49,7 +52,7 @@ def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterato
         SettingsError: there is no device for each rank.
         RankLostError: other ranks ended before all were connected.
     """
-    device = device_of(assignment, settings)
+    device = assignment.device(settings)
     if isinstance(assignment.rendezvous, Path):
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -130,23 +133,6 @@ def _store_of(assignment: RankAssignment) -> Store:
     if isinstance(assignment.rendezvous, Path):
         return FileStore(str(assignment.rendezvous), assignment.size)
     return assignment.rendezvous
-
-
-def device_of(assignment: RankAssignment, settings: LearnerSettings) -> torch.device:
-    """Return the device of a rank; raises SettingsError or DependencyError when there is none."""
-    device, what = choose_device(settings.device), f"learner.replicas = {settings.replicas}"
-    if device.type == "cpu":
-        if settings.comm_hook == "bf16":
-            raise SettingsError('learner.comm_hook = "bf16" needs CUDA devices; write "fp16", or "none"')
-        return device
-    if device.type != "cuda":
-        raise SettingsError(f'{what} needs CUDA devices or learner.device = "cpu", but the device is {device}')
-    if ":" in settings.device:
-        raise SettingsError(f'{what} needs a device for each, but learner.device = "{settings.device}"; write "cuda"')
-    if torch.cuda.device_count() < settings.replicas:
-        there = torch.cuda.device_count()
-        raise DependencyError(f"{what} needs as many CUDA devices, but there are {there}; one may be away or broken")
-    return torch.device("cuda", assignment.rank - assignment.first)
 
 
 def devices_of_host(device: torch.device, settings: LearnerSettings) -> list[torch.device]:

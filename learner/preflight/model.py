@@ -20,13 +20,13 @@ from anabranch.learner.model.device import (
     check_scaling,
     choose_device,
     choose_precision,
+    device_of_rank,
     driver_fault,
 )
 from anabranch.learner.model.embedding import Embedding
 from anabranch.learner.model.examples import output_fields
 from anabranch.learner.model.float8 import Float8
 from anabranch.learner.model.trained_set import base_state, trained_state
-from anabranch.learner.parallel.process_group import RankAssignment, device_of
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.state_dir.lock import is_locked
 from anabranch.learner.train.build import Stage, build_task_and_model, complete_setup
@@ -76,7 +76,7 @@ def try_device(pipeline: PipelineSettings, send: Callable[[Finding], None]) -> t
         kind = "learner.replicas"
         if learner.replicas > 1:
             check_scaling(precision, learner)
-            device = device_of(RankAssignment(0, learner.replicas, pipeline.state_dir), learner)
+            device = device_of_rank(0, learner)
     except (SettingsError, DependencyError) as exc:
         send(problem(kind, f"{exc}.", FIXES[kind]))
     return device

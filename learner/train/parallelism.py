@@ -123,6 +123,10 @@ class Exchange:
         """Clear state that averaging keeps between passes, after a pass that was not finite on any rank."""
 
 
+COLLECTIVE = "collective"
+"""The name, among those of ranks, under which the time of a collective of all is measured."""
+
+
 class Ranks:
     """Averages the gradients of N ranks. All ranks make the same calls in the same order."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from prometheus_client import Counter
 from torch import Tensor
 
 from anabranch.core.failures import out_of_memory
@@ -20,11 +21,9 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import CopyMemoryError, VersionError
 from anabranch.learner.evaluate.holdout import HoldoutRows, HoldoutSet
 from anabranch.learner.extension import Extension, overriding
-from anabranch.learner.model.growing.pool import parts_in
 from anabranch.learner.settings.learner import VersionsSettings
 from anabranch.learner.state_dir.folders import last_of_hours
 from anabranch.learner.state_dir.origin import VersionOrigin
-from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.record_times import RecordTimes
 from anabranch.learner.stream.trained_through import NewlyTrained, PartitionProgress
 from anabranch.learner.versions.format import VERSION_FORMAT, Manifest, ModelReference, Verdict, Versions
@@ -64,6 +63,8 @@ class Snapshot:
     """The number of the last erasure that was applied to stored events."""
     found: Mapping[str, float] = field(default_factory=dict)
     """The settings that a search has found, by key."""
+    parts: int = 0
+    """Of a model that grows."""
 
 
 class VersionPruning:
@@ -151,9 +152,7 @@ class VersionWriter:
         expected = self._schema.digest, self._reference, self.versions.base
         return (manifest.schema, manifest.model, manifest.base) == expected
 
-    def manifest(
-        self, snapshot: Snapshot, scoring: VersionScoring, measure: str, learned: NewlyTrained, parts: int
-    ) -> Manifest:
+    def manifest(self, snapshot: Snapshot, scoring: VersionScoring, measure: str, learned: NewlyTrained) -> Manifest:
         """Return the manifest of the next version; its number is not used again, also where it cannot be written."""
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         evaluation = scoring.evaluation
@@ -173,7 +172,7 @@ class VersionWriter:
             schema=self._schema.digest,
             encoders=self._schema.encoders,
             model=self._reference,
-            parts=parts,
+            parts=snapshot.parts,
             files={},
             base=self.versions.base,
             undone=self._undone,
@@ -201,11 +200,12 @@ class Publisher:
         writer: VersionWriter,
         gate: QualityGate,
         settings: VersionsSettings,
-        metrics: LearnerMetrics,
+        verdicts: Counter,
         check: Callable[[], object] = bool,
         extensions: Sequence[Extension] = (),
     ) -> None:
-        """`check` is called before each version is scored and written. `extensions` learn of versions, or judge too."""
+        """`verdicts` counts versions by verdict, and `check` is called before each is scored and written. `extensions`
+        learn of versions, or judge too."""
         self._versions = writer.versions
         self._writer = writer
         self.scoring = VersionScoring(gate.scorer)
@@ -214,7 +214,7 @@ class Publisher:
         self._pruning = VersionPruning(writer.versions, settings, needed)
         self._announce = overriding(extensions, "published")
         self._monitors = overriding(extensions, "monitor")
-        self._metrics = metrics
+        self._verdicts = verdicts
         self._every = settings.publish_every.total_seconds()
         self._min_events = settings.min_events
         self._trained: int | None = None
@@ -360,8 +360,7 @@ class Publisher:
             self._progress = None  # to try again, even without new progress
             return
         learned = NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist())
-        judged_by = self.gate.choice.name
-        manifest = self._writer.manifest(snapshot, self.scoring, judged_by, learned, parts_in(weights))
+        manifest = self._writer.manifest(snapshot, self.scoring, self.gate.choice.name, learned)
         number = manifest.number
         self._check()  # scoring takes seconds, in which an undo may be ordered
         try:
@@ -377,7 +376,7 @@ class Publisher:
         self.gate.record_published(number, weights, found, holdout, verdict)
         self.verdict = verdict.verdict
         self.published += 1
-        self._metrics.gate_verdicts.labels(verdict.verdict).inc()
+        self._verdicts.labels(verdict.verdict).inc()
         for announce in self._announce:
             announce(number)
         try:

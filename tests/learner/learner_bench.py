@@ -217,7 +217,10 @@ class LearnerBench:
         settings_of_checkpoints = CheckpointSettings.model_validate({"every": every, **(checkpoints or {})})
         check = functools.partial(check_generation, path, 1)
         self.checkpointer = Checkpointer(
-            *(self.checkpoints, settings_of_checkpoints, self.metrics.learner),
+            self.checkpoints,
+            settings_of_checkpoints,
+            self.metrics.learner.checkpoint,
+            self.metrics.learner.checkpoint_stall,
             [StorePart(self.background_store, segments)],
             check,
         )
@@ -228,7 +231,7 @@ class LearnerBench:
             VersionWriter(versions, reference, schema, 1),
             QualityGate(versions, GateSettings(), scorer, reference),
             VersionsSettings.model_validate({"publish_every": "1h"}),
-            self.metrics.learner,
+            self.metrics.learner.gate_verdicts,
         )
         holdout = HoldoutSet(schema, 100, 0)
         source = cast("BlockReader", self.stream)

@@ -202,7 +202,7 @@ def test_ranks_of_one_host_use_loopback_alone_and_all_ranks_one_communicator(mon
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
     for device in (torch.device("cuda", 1), torch.device("cpu")):
-        monkeypatch.setattr(process_group, "device_of", lambda *_, device=device: device)
+        monkeypatch.setattr(process_group.RankAssignment, "device", lambda *_, device=device: device)
         with join_group(RankAssignment(1, 2, rendezvous.pop()), LearnerSettings()):
             # Those of torchrun, which come first, keep what the environment names.
             names = {} if rendezvous else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}

@@ -18,10 +18,14 @@ from anabranch.learner.train.step_result import StepResult
 
 def test_a_feed_with_a_store_goes_on_from_the_checkpoint_of_a_strategy_that_replays_nothing():
     part: Any = SimpleNamespace()
-    feed = StoreFeed(part, part, part, part, batch_size=1, step_size=1, timer=part)
+    feed = StoreFeed(part, _trainer(part), part, part, step_size=1, timer=part)
     feed.restore(ReplayFeed().state())
     assert feed.state() == {"debt": 0.0}
     ReplayFeed().restore({"debt": 0.5})
+
+
+def _trainer(strategy: Any) -> Any:
+    return SimpleNamespace(strategy=strategy)
 
 
 class _RecordedStore:
@@ -44,9 +48,9 @@ class _RecordedStore:
 
 
 def test_only_events_with_their_final_label_are_stored(schema):
-    store, strategy = _RecordedStore(), SimpleNamespace(kind=SimpleNamespace(keeps_output=True))
+    store, trainer = _RecordedStore(), _trainer(SimpleNamespace(kind=SimpleNamespace(keeps_output=True)))
     part: Any = SimpleNamespace()
-    feed = StoreFeed(store, strategy, part, part, batch_size=1, step_size=1, timer=part)  # type: ignore[arg-type]
+    feed = StoreFeed(store, trainer, part, part, step_size=1, timer=part)  # type: ignore[arg-type]
     new = {**fake_columns(schema, range(3), label=[0, 0, 1]), EARLY: np.array([0, 1, 2], np.uint8)}
     result = StepResult(True, 0.0, 0.0, 0.0, output_B=torch.arange(9.0).view(3, 3))
     feed.add(0, Batch(new, {}, {}, []), NOTHING, result, [])
@@ -62,9 +66,9 @@ def test_only_events_with_their_final_label_are_stored(schema):
 
 
 def test_an_event_that_is_taken_back_replaces_the_stored_negative(schema):
-    store, strategy = _RecordedStore(), SimpleNamespace(kind=SimpleNamespace(keeps_output=True))
+    store, trainer = _RecordedStore(), _trainer(SimpleNamespace(kind=SimpleNamespace(keeps_output=True)))
     part: Any = SimpleNamespace()
-    feed = StoreFeed(store, strategy, part, part, batch_size=1, step_size=1, timer=part)  # type: ignore[arg-type]
+    feed = StoreFeed(store, trainer, part, part, step_size=1, timer=part)  # type: ignore[arg-type]
     new = {**fake_columns(schema, [7, 9], label=[1]), EARLY: np.array([0, 3], np.uint8), "waited": np.ones(2, np.bool_)}
     result = StepResult(True, 0.0, 0.0, 0.0, output_B=torch.zeros(2, 3))
     feed.add(0, Batch(new, fake_columns(schema, [8]), {}, []), NOTHING, result, [])
@@ -75,9 +79,9 @@ def test_an_event_that_is_taken_back_replaces_the_stored_negative(schema):
 
 
 def test_a_positive_that_is_only_stored_replaces_the_stored_negative(schema):
-    store, strategy = _RecordedStore(), SimpleNamespace(kind=SimpleNamespace(keeps_output=True))
+    store, trainer = _RecordedStore(), _trainer(SimpleNamespace(kind=SimpleNamespace(keeps_output=True)))
     part: Any = SimpleNamespace()
-    feed = StoreFeed(store, strategy, part, part, batch_size=1, step_size=1, timer=part)  # type: ignore[arg-type]
+    feed = StoreFeed(store, trainer, part, part, step_size=1, timer=part)  # type: ignore[arg-type]
     stored = {**fake_columns(schema, [7, 9], label=[1]), EARLY: np.array([0, 3], np.uint8)}
     feed.add(0, Batch({}, stored, {}, []), NOTHING, None, [])
     (added,) = store.added
@@ -89,7 +93,7 @@ def test_a_step_for_which_nothing_is_planned_keeps_its_debt_and_is_no_sample_in_
     monitor: Any = SimpleNamespace(measures=False, adjustments=SimpleNamespace(replay_ratio=1.5))
     registry, part = CollectorRegistry(), SimpleNamespace()
     timer = Histogram("sample", "Time of a sample.", registry=registry)
-    feed = StoreFeed(store, STRATEGIES["er"](), monitor, part, batch_size=1, step_size=1, timer=timer)  # type: ignore[arg-type]
+    feed = StoreFeed(store, _trainer(STRATEGIES["er"]()), monitor, part, step_size=1, timer=timer)  # type: ignore[arg-type]
     feed.restore({"debt": 0.5})
     assert feed.sample(0, 1) == NOTHING
     assert feed.state() == {"debt": 0.5}

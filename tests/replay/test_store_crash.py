@@ -134,9 +134,8 @@ class Life(Rehearsal):
         )
         super().__init__(self._background_store, schema, found[1].step if found else 0)
         every = CheckpointSettings.model_validate({"every": "5ms"})
-        self._checkpointer = Checkpointer(
-            checkpoints, every, LearnerMetrics(CollectorRegistry()), [StorePart(self._background_store, segments)]
-        )
+        metrics, part = LearnerMetrics(CollectorRegistry()), StorePart(self._background_store, segments)
+        self._checkpointer = Checkpointer(checkpoints, every, metrics.checkpoint, metrics.checkpoint_stall, [part])
 
     def checkpoint_if_due(self):
         if self._checkpointer.is_due():

@@ -26,10 +26,10 @@ from anabranch.core.state_metrics import StateCollector
 from anabranch.learner.device.health_rules import Level, Symptom, judge
 from anabranch.learner.device.nvml import Nvml, NvmlDevice, NvmlError, NvmlMissingError, answer_in_time
 from anabranch.learner.device.reading import DeviceInfo, DeviceReport, DeviceState, Reading
-from anabranch.learner.device.speed_check import COLLECTIVE
 from anabranch.learner.extension import Extension
 from anabranch.learner.settings.learner import DeviceSettings
 from anabranch.learner.status.report import DeviceHealthReport
+from anabranch.learner.train.parallelism import COLLECTIVE
 
 _GRACE_SECONDS = 5.0
 """How long the loop has to end after a fatal symptom: it may hang in a call of CUDA."""

@@ -5,8 +5,6 @@ import json
 import os
 import threading
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -88,9 +86,8 @@ class FakeCapture(CapturedPart):
 def make(tmp_path, part=None):
     checkpoints = Checkpoints(tmp_path / "checkpoints", "schema", 1)
     settings = CheckpointSettings(every=timedelta(hours=1), keep=2)
-    return Checkpointer(
-        checkpoints, settings, LearnerMetrics(CollectorRegistry()), [] if part is None else [part]
-    ), checkpoints
+    metrics, parts = LearnerMetrics(CollectorRegistry()), [] if part is None else [part]
+    return Checkpointer(checkpoints, settings, metrics.checkpoint, metrics.checkpoint_stall, parts), checkpoints
 
 
 def captured(state):
@@ -156,9 +153,9 @@ def test_the_first_checkpoint_is_the_oldest_if_the_folder_cannot_be_listed_after
 
 
 def test_a_new_checkpointer_has_number_and_time_of_the_newest_checkpoint(tmp_path):
-    checkpointer, checkpoints = make(tmp_path)
+    checkpointer, _ = make(tmp_path)
     checkpoint(checkpointer)
-    again = Checkpointer(checkpoints, CheckpointSettings(), cast("LearnerMetrics", SimpleNamespace()))
+    again, _ = make(tmp_path)
     assert (again.number, again.time) == (1, checkpointer.time)
 
 

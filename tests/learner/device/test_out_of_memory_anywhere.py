@@ -72,8 +72,8 @@ def test_a_publish(device, tmp_path, schema):
     scorer = Scorer(trainer.model, Classification(), schema, CUDA)
     versions, reference = Versions(tmp_path / "versions"), reference_to(ModelSettings(factory="m:build"))
     gate = QualityGate(versions, GateSettings.model_validate({"min_rows": 10}), scorer, reference)
-    metrics = LearnerMetrics(CollectorRegistry())
-    publisher = Publisher(VersionWriter(versions, reference, schema, 1), gate, VersionsSettings(), metrics)
+    verdicts = LearnerMetrics(CollectorRegistry()).gate_verdicts
+    publisher = Publisher(VersionWriter(versions, reference, schema, 1), gate, VersionsSettings(), verdicts)
     holdout, steps = HoldoutSet(schema, 60, 0), 0
 
     def publish():
@@ -104,7 +104,8 @@ def test_a_checkpoint(device, tmp_path, schema):
     trainer = make_trainer(schema, CUDA, "ewc", layers=1)
     step(trainer, schema)
     checkpoints = Checkpoints(tmp_path / "checkpoints", "schema", 1)
-    checkpointer = Checkpointer(checkpoints, CheckpointSettings(), LearnerMetrics(CollectorRegistry()))
+    metrics, settings = LearnerMetrics(CollectorRegistry()), CheckpointSettings()
+    checkpointer = Checkpointer(checkpoints, settings, metrics.checkpoint, metrics.checkpoint_stall)
 
     def checkpoint():
         checkpointer.request()

@@ -245,7 +245,7 @@ class Bench:
         self.gate = QualityGate(self.versions, settings, self.scorer, reference)
         metrics = LearnerMetrics(CollectorRegistry())
         writer = VersionWriter(self.versions, reference, schema, 1)
-        self.publisher = Publisher(writer, self.gate, VersionsSettings(), metrics)
+        self.publisher = Publisher(writer, self.gate, VersionsSettings(), metrics.gate_verdicts)
 
     def publish(self, weights):
         self.step += 1

@@ -456,7 +456,8 @@ def test_copies_of_what_a_checkpoint_merges_are_dropped_once_it_is_written(setti
     with lock_state_directory(tmp_path) as generation, lease_storage(only, tmp_path, generation) as held:
         stored = stored_checkpoints(tmp_path, "digest", held.lease.generation, held)
         stored.write(1, checkpoint(1), 1.0)
-        checkpointer = Checkpointer(stored, CheckpointSettings(), LearnerMetrics(CollectorRegistry()), [Part()])
+        metrics, settings = LearnerMetrics(CollectorRegistry()), CheckpointSettings()
+        checkpointer = Checkpointer(stored, settings, metrics.checkpoint, metrics.checkpoint_stall, [Part()])
         for number in (2, 3):
             captured = CapturedState(number, checkpoint(number).tensors, {})
             checkpointer.request()

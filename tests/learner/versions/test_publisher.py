@@ -55,7 +55,7 @@ class Bench:
             VersionWriter(self.versions, reference, schema, 7),
             QualityGate(self.versions, GateSettings.model_validate(gate or {}), scorer, reference),
             VersionsSettings.model_validate({"publish_every": "1ms", **settings}),
-            LearnerMetrics(CollectorRegistry()),
+            LearnerMetrics(CollectorRegistry()).gate_verdicts,
             lambda: check_generation(state_dir, 7),
         )
         self.step = 0

@@ -54,7 +54,8 @@ class Bench:
         self.gate = QualityGate(self.versions, settings, scorer, reference)
         self.registry = CollectorRegistry()
         self.writer = VersionWriter(self.versions, reference, schema, 1)
-        self.publisher = Publisher(self.writer, self.gate, VersionsSettings(), LearnerMetrics(self.registry))
+        verdicts = LearnerMetrics(self.registry).gate_verdicts
+        self.publisher = Publisher(self.writer, self.gate, VersionsSettings(), verdicts)
 
     def hold_out(self, events, shift=0):
         """Add held-out events, whose label is the index of the feature that is 1, plus `shift`."""

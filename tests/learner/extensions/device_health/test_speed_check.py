@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from anabranch.learner.device.reading import DeviceInfo, Reading
-from anabranch.learner.device.speed_check import COLLECTIVE, time_product
 from anabranch.learner.extensions.device_health.extension import DeviceHealth, SpeedCheck, slow_ones
 from anabranch.learner.parallel.channel import Action
 from anabranch.learner.parallel.leader import Leader
+from anabranch.learner.parallel.speed_check import time_product
 from anabranch.learner.settings.learner import DeviceSettings
+from anabranch.learner.train.parallelism import COLLECTIVE
 
 USUAL = {"rank 0": 1.0, "rank 1": 1.02, "rank 2": 0.99, "rank 3": 1.01, COLLECTIVE: 3.0}
 

@@ -48,8 +48,8 @@ class FleetBench(Bench):
             count=self.outcomes.append,
         )
         extensions = [FleetExtension(self.fleet, self.judge)]
-        metrics = self.publisher._metrics
-        self.publisher = Publisher(self.writer, self.gate, VersionsSettings(), metrics, extensions=extensions)
+        verdicts = self.publisher._verdicts
+        self.publisher = Publisher(self.writer, self.gate, VersionsSettings(), verdicts, extensions=extensions)
 
     def report(self, name, **fields):
         write_server(self.storage.bucket, server(name, **fields))

@@ -39,7 +39,9 @@ class Run(JoinBench):
     def start(self):
         settings = CheckpointSettings(every=timedelta(hours=1), keep=2)
         metrics = LearnerMetrics(CollectorRegistry())
-        self.checkpointer = Checkpointer(self.checkpoints, settings, metrics, [self.part])
+        self.checkpointer = Checkpointer(
+            self.checkpoints, settings, metrics.checkpoint, metrics.checkpoint_stall, [self.part]
+        )
 
     def capture_state(self):
         return CapturedState(1, {"model": {"w": torch.zeros(1)}}, {"ledger": LEDGER})

@@ -12,8 +12,6 @@ from anabranch.core.failures import out_of_memory
 
 _REPEATS = 10
 _SIZE, _SIZE_CPU = 2048, 128
-COLLECTIVE = "collective"
-"""Name of the time that all ranks have together."""
 _WARM_SECONDS = 0.05
 """Work on a CUDA device before it is timed."""
 
