@@ -15,7 +15,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 def test_a_forked_process_leaves_what_it_inherits_out_of_its_garbage_collections():
     code = "import gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
     with forkserver.start(["-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
-        assert process.communicate(timeout=60)[0] == "True True\n"
+        assert process.communicate(timeout=PATIENCE_SECONDS)[0] == "True True\n"
 
 
 WORK = """

@@ -12,7 +12,7 @@ import pytest
 from anabranch import cli
 from anabranch.commands.init.command import write_example
 from tests import forkserver
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
 @pytest.fixture
@@ -86,4 +86,4 @@ def spawn():
             os.killpg(process.pid, signal.SIGKILL)
         # A child in another session, which a failing test has left behind, keeps the pipes open.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=10)
+            process.communicate(timeout=PATIENCE_SECONDS)

@@ -40,7 +40,7 @@ def live(browser, tmp_path_factory):
         finally:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=60)
+                process.communicate(timeout=PATIENCE_SECONDS)
             process.kill()
 
 

@@ -178,7 +178,7 @@ def start(spawn, kafka, make_topic, produce, free_port, write_pipeline, tmp_path
     yield begin
     for process in started:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_SECONDS)
 
 
 def test_of_a_poisoned_stream_nothing_is_served_that_is_worse_and_an_alert_says_so(start, until):

@@ -59,7 +59,7 @@ def test_the_drill_serves_a_clean_version_and_learns_again_though_the_learner_is
 
     def run(line):
         process = spawn("-m", "anabranch", *shlex.split(line), cwd=tmp_path)
-        said, errors = process.communicate(timeout=90)
+        said, errors = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0, errors
         return said
 

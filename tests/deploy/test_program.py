@@ -27,6 +27,7 @@ from tests.deploy.objects import (
     objects,
     pods,
 )
+from tests.support.waiting import PATIENCE_SECONDS
 from tools import kustomize, reference
 
 pytestmark = pytest.mark.process
@@ -141,7 +142,7 @@ def test_probes_ask_for_paths_without_a_token():
     assert {path for port, path in asked if port == "serving"} == serving - {"/"}
     with serve_status("127.0.0.1:0", "token", CollectorRegistry(), list) as port:
         for path in [path for name, path in asked if name == "status"]:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
             connection.request("GET", path)
             assert connection.getresponse().status == 200
             connection.close()

@@ -11,7 +11,7 @@ import pytest
 from tests import forkserver
 from tests.deploy.objects import ROOT, documented, environment, pods
 from tests.support.ports import free_ports
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -59,7 +59,7 @@ class Pod:
 
     def is_ready(self):
         get = self.main["readinessProbe"]["httpGet"]
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports[get["port"]], timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports[get["port"]], timeout=PATIENCE_SECONDS)
         try:
             connection.request("GET", get["path"])
             return connection.getresponse().status == 200

@@ -14,6 +14,7 @@ import pytest
 from anabranch.learner.checkpoints.format import Checkpoints
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up, encoded, events, total
+from tests.support.waiting import PATIENCE_SECONDS
 
 CODE = "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(3, 60_000), nn.Linear(60_000, 3))\n"
 TEXT = """
@@ -86,7 +87,7 @@ def test_training_continues_while_checkpoints_cannot_be_written_and_a_crash_repe
 def health(pipeline):
     """Return the learner's answer on /healthz."""
     try:
-        with urllib.request.urlopen(f"http://{pipeline.status}/healthz", timeout=60) as reply:
+        with urllib.request.urlopen(f"http://{pipeline.status}/healthz", timeout=PATIENCE_SECONDS) as reply:
             return str(reply.read().decode())
     except urllib.error.HTTPError as exc:
         return exc.read().decode()

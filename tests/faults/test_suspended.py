@@ -11,6 +11,7 @@ import pytest
 from tests.faults.kills import CODE, ROW, TEXT, accounts
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up, total
+from tests.support.waiting import PATIENCE_SECONDS
 
 EVENTS = 400
 HALF = EVENTS // 2
@@ -47,7 +48,7 @@ def test_a_suspended_learner_keeps_its_lock_and_continues(kafka, tmp_path):
             assert pipeline.steps() is None, "a suspended learner answers"
             send(kafka.bootstrap, pipeline.topic, second)
             environment = {**os.environ, "ANABRANCH__LEARNER__STOP_TIMEOUT": "1s"}
-            second = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+            second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=environment)
         finally:
             for process in family:
                 process.send_signal(signal.SIGCONT)

@@ -12,6 +12,7 @@ from anabranch.ingest.transport.protocol import Stop, receive_in_learner, send
 from anabranch.ingest.transport.shared_ring import SharedRing
 from anabranch.ingest.worker.block_builder import BlockBuilder
 from anabranch.ingest.worker.worker import IngestWorker, StoppedError
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 class RunningWorker:
@@ -38,7 +39,7 @@ class RunningWorker:
 
     def __exit__(self, *_):
         send(self.connection, Stop())
-        self._thread.join(20)
+        self._thread.join(PATIENCE_SECONDS)
         assert not self._thread.is_alive()
         self.ring.close()
 

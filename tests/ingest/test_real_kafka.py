@@ -17,6 +17,7 @@ from kafka import KafkaProducer
 from anabranch.ingest.errors import CredentialsError
 from anabranch.ingest.reader.reader import BlockReader
 from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
@@ -74,7 +75,7 @@ def _by_kafka_python(bootstrap, topic, messages):
             for key, value, headers in messages
         ]
         for future in sent:
-            future.get(60)
+            future.get(PATIENCE_SECONDS)
 
 
 def _by_confluent(bootstrap, topic, messages):
@@ -118,7 +119,7 @@ def test_events_come_over_scram_and_tls_and_a_wrong_password_is_named(guarded_ka
     mechanisms = {"SCRAM-SHA-256": ScramMechanism.SCRAM_SHA_256, "SCRAM-SHA-512": ScramMechanism.SCRAM_SHA_512}
     for mechanism in mechanisms.values():
         added = UserScramCredentialUpsertion("alice", ScramCredentialInfo(mechanism, 4096), b"secret")
-        admin.alter_user_scram_credentials([added])["alice"].result(60)
+        admin.alter_user_scram_credentials([added])["alice"].result(PATIENCE_SECONDS)
     named = {"topics": ["events"], "client": client}
     for mechanism in mechanisms:
         login = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism, "sasl.username": "alice"}

@@ -17,7 +17,7 @@ from anabranch.ingest.kafka.confluent.client import ConfluentClient
 from anabranch.ingest.kafka.registry import CLIENTS
 from anabranch.ingest.settings.stream import StreamSettings
 from tests.faults.proxy import Proxy
-from tests.support.waiting import Patience
+from tests.support.waiting import PATIENCE_SECONDS, Patience
 
 GOOD = json.dumps({"x": [1, 2, 3], "y": 1}).encode()
 SMALL = {"fetch.max.bytes": 1_000_000, "receive.message.max.bytes": 1_001_000}
@@ -47,7 +47,7 @@ def one_batch(kafka, topic, codec, values):
     with producing(kafka, compression_type=codec, linger_ms=5_000, **sizes) as producer:
         sent = [producer.send(topic, value) for value in values]
         producer.flush(60)
-        assert [future.get(60).offset for future in sent][-1] >= len(values) - 1
+        assert [future.get(PATIENCE_SECONDS).offset for future in sent][-1] >= len(values) - 1
 
 
 @contextlib.contextmanager

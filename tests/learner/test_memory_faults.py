@@ -23,6 +23,7 @@ from anabranch.replay.background_store import BackgroundStore
 from anabranch.replay.tiers import memory
 from tests.learner import learner_bench
 from tests.learner.learner_bench import ROWS, LearnerBench, small_model
+from tests.support.waiting import PATIENCE
 
 BLOCKS = 4
 OOM = "CUDA out of memory. Tried to allocate 2.00 MiB"
@@ -75,7 +76,7 @@ def live(make, at, checkpoint_at):
     def checkpoint():
         if bench.loop.state.steps == checkpoint_at:
             bench.checkpointer.request()
-        bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+        bench.checkpointer.wait(Deadline(PATIENCE))
 
     fault = OneFault(at, lambda: bench.stop.is_set())
     for processes in (1, 2):

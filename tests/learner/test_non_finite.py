@@ -1,7 +1,5 @@
 """Scores and weights that are not finite: they are not measured, and no checkpoint has them."""
 
-from datetime import timedelta
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,7 @@ import torch
 from anabranch.core.shutdown import Deadline
 from anabranch.learner.model.task import Classification
 from tests.learner.learner_bench import ROWS
+from tests.support.waiting import PATIENCE
 
 
 class NonFiniteScores(Classification):
@@ -68,7 +67,7 @@ def test_no_checkpoint_is_written_after_a_few_non_finite_steps(make_bench):
     bench.stream.blocks = 25
     bench.stop.clear()
     bench.run(lambda: bench.checkpointer.request() if bench.loop.non_finite.in_a_row else None)
-    bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+    bench.checkpointer.wait(Deadline(PATIENCE))
     assert 0 < bench.loop.non_finite.in_a_row < 10
     assert bench.checkpoints.numbers() == [1]
 

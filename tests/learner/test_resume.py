@@ -1,7 +1,6 @@
 """A learner that restores a checkpoint continues as the original, bit for bit."""
 
 import threading
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
 
@@ -39,6 +38,7 @@ from anabranch.testing.stores import add_now, sample_of
 from tests.learner.learner_bench import CPU, NAME, ROWS, TIERS, each_tier
 from tests.learner.learner_spec import learner_spec
 from tests.support.strategies import small_strategy
+from tests.support.waiting import PATIENCE
 
 POLICIES = {
     **{sampling: {"sampling": sampling} for sampling in ("class-balanced", "recent", "loss")},
@@ -142,7 +142,7 @@ def test_a_resumed_run_has_the_replay_ratio_and_drift_of_the_uninterrupted_one(m
 
 
 def test_the_progress_of_a_checkpoint_without_a_version_is_published_after_a_crash(make_bench):
-    soon = Deadline(timedelta(seconds=20))
+    soon = Deadline(PATIENCE)
     bench = make_bench(25)
     bench.run()
     bench.checkpointer.checkpoint_last(bench.loop.state.capture, soon)

@@ -190,7 +190,7 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(open_bac
     assert waiting.wait(PATIENCE_SECONDS)
     assert not sampled
     opened.set()
-    thread.join(30)
+    thread.join(PATIENCE_SECONDS)
     assert len(sampled[0]) == SAMPLED
     assert background_store.flush().tiers.stats.stall_seconds > stalled, "the wait of a step is counted"
 

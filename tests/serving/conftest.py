@@ -48,7 +48,7 @@ class Number(nn.Module):
 
     def forward(self, x):
         running.set()
-        go_on.wait(30)
+        go_on.wait(100)
         return self.number + 0 * x.sum(dim=1)
 
 
@@ -57,7 +57,7 @@ class Sluggish(Number):
 
     def forward(self, x):
         if self.number >= 100:
-            go_on.wait(30)
+            go_on.wait(100)
         return self.number + 0 * x.sum(dim=1)
 
 

@@ -34,6 +34,7 @@ from anabranch.serving.reporting.report import read_report
 from anabranch.serving.rollout.commands import pin
 from anabranch.serving.rollout.hot_swap import VersionSwapper
 from anabranch.serving.settings import ServingSettings
+from tests.support.waiting import PATIENCE_SECONDS
 
 MODULE = "anabranch_serving_test_models"
 LOST = torch.AcceleratorError("CUDA error: device-side assert triggered")
@@ -70,7 +71,7 @@ def test_a_lost_device_ends_serving_and_answers_no_request(doomed, served, body_
     def ask(running, client):
         assert client.post(running.infer, json=body_of(1)).status_code == 200
         for body in [bad(body_of)] + [body_of(1)] * 1000:
-            response = client.post(running.infer, json=body, timeout=20)
+            response = client.post(running.infer, json=body, timeout=PATIENCE_SECONDS)
             statuses.append(response.status_code)
             assert "retry-after" in response.headers
 
@@ -89,7 +90,7 @@ def test_a_lost_device_ends_serving_and_answers_no_request(doomed, served, body_
 def status_of(url, method="GET"):
     """Return the status of the reply; None if no process accepts the connection or replies."""
     try:
-        return httpx.request(method, url, timeout=20).status_code
+        return httpx.request(method, url, timeout=PATIENCE_SECONDS).status_code
     except httpx.TransportError:
         return None
 
@@ -182,14 +183,14 @@ def test_under_up_serving_is_started_again_after_its_device_was_lost(
     try:
         first = eventually(ready, 60)
         with contextlib.suppress(httpx.TransportError):
-            reply = httpx.post(f"{first.address}/v2/models/tiny/infer", json=bad(body_of), timeout=20)
+            reply = httpx.post(f"{first.address}/v2/models/tiny/infer", json=bad(body_of), timeout=PATIENCE_SECONDS)
             assert reply.status_code == 503
         second = eventually(lambda: ready(first.pid), 60)
-        reply = httpx.post(f"{second.address}/v2/models/tiny/infer", json=body_of(1), timeout=20)
+        reply = httpx.post(f"{second.address}/v2/models/tiny/infer", json=body_of(1), timeout=PATIENCE_SECONDS)
         assert reply.json()["outputs"][0]["data"] == [1.0]
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
     assert codes == [Exit.DONE]
     assert supervisor.restarts == {"serving": 1}
     assert f"serving (pid {first.pid}) ended with exit code 1; it is started again" in caplog.text

@@ -20,6 +20,7 @@ from anabranch.learner.device.lease import Field, Servers
 from anabranch.learner.model import device as device_module
 from anabranch.serving.__main__ import deployment_of
 from anabranch.serving.model import device as serving_device
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -95,7 +96,9 @@ def test_a_server_marks_a_request_for_as_long_as_it_waits(numbers, served, body_
         try:
             codes: list[int] = []
             asking = threading.Thread(
-                target=lambda: codes.append(httpx.post(running.infer, json=body_of(1), timeout=30).status_code)
+                target=lambda: codes.append(
+                    httpx.post(running.infer, json=body_of(1), timeout=PATIENCE_SECONDS).status_code
+                )
             )
             asking.start()
             since = eventually(lambda: seen.since(Field.RUNNING))
@@ -144,7 +147,7 @@ print(process.memory_info().rss - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_the_memory_of_large_bodies_is_returned_to_the_system_while_small_replies_stay():
     kept = {
-        call: int(subprocess.check_output([sys.executable, "-c", CODE.format(call=call)], timeout=60))
+        call: int(subprocess.check_output([sys.executable, "-c", CODE.format(call=call)], timeout=PATIENCE_SECONDS))
         for call in ("", "return_freed_memory()")
     }
     assert kept["return_freed_memory()"] < 5_000_000 < 15_000_000 < kept[""]

@@ -55,7 +55,7 @@ def drained(numbers, eventually, end_drain):
     try:
         state_dir = numbers.deployment.state_dir
         address = eventually(lambda: (report := read_report(state_dir)) and report.ready and report.address)
-        with httpx.Client(base_url=address, timeout=30) as client:
+        with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
             assert client.get("/v2/health/ready").status_code == 200
             stop.set()
             eventually(lambda: httpx.get(f"{address}/v2/health/ready").status_code == 503)

@@ -163,7 +163,7 @@ def test_a_swap_under_load_fails_no_request_and_each_reply_is_by_one_version(num
                 body = body_of(1, parameters={"min_trained_through": f"events:0={10 * number}"})
                 assert client.post(server.infer, json=body).json()["model_version"] == str(number)
         for future in asking:
-            future.result(30)
+            future.result(PATIENCE_SECONDS)
         done.set()
         assert httpx.get(server.url + "/api/status").json()["serving"]["requests"].keys() == {"200"}
     for version, data, trained_through in seen:
@@ -201,7 +201,7 @@ def test_thirty_swaps_under_load_fail_nothing_and_leave_nothing_behind(numbers, 
                 assert client.post(server.infer, json=body).json()["model_version"] == str(number)
         finally:
             done.set()
-        assert all(future.result(30) for future in asking)
+        assert all(future.result(PATIENCE_SECONDS) for future in asking)
         # The last swap wakes the requests that wait for it before it is counted.
         eventually(lambda: client.get(server.url + "/api/status").json()["serving"]["swaps"] == {"swapped": 31})
         eventually(lambda: sum(each not in before for each in alive()) == 1)
@@ -211,10 +211,10 @@ def test_thirty_swaps_under_load_fail_nothing_and_leave_nothing_behind(numbers, 
 def test_min_trained_through_waits_for_a_version_that_has_learned_so_far(numbers, running, body_of):
     body = body_of(1, parameters={"min_trained_through": "events:0=11", "timeout_ms": 20_000})
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(httpx.post, running.infer, json=body, timeout=30)
+        waiting = pool.submit(httpx.post, running.infer, json=body, timeout=PATIENCE_SECONDS)
         assert httpx.post(running.infer, json=body_of(1)).json()["model_version"] == "1"
         numbers.publish(2)
-        assert waiting.result(30).json()["model_version"] == "2"
+        assert waiting.result(PATIENCE_SECONDS).json()["model_version"] == "2"
     learned = body_of(1, parameters={"min_trained_through": "events:0=20"})
     assert httpx.post(running.infer, json=learned).json()["parameters"] == {"trained_through": "events:0=20"}
 
@@ -267,13 +267,13 @@ def test_overload_is_a_429_with_retry_after(numbers, served, body_of, held, even
     with served(numbers, max_queue=4, max_delay="0ms") as server, ThreadPoolExecutor(8) as pool:
         held.running.clear()
         held.go_on.clear()
-        first = pool.submit(httpx.post, server.infer, json=body_of(1), timeout=30)
+        first = pool.submit(httpx.post, server.infer, json=body_of(1), timeout=PATIENCE_SECONDS)
         assert held.running.wait(PATIENCE_SECONDS)
-        others = [pool.submit(httpx.post, server.infer, json=body_of(2), timeout=30) for _ in range(3)]
+        others = [pool.submit(httpx.post, server.infer, json=body_of(2), timeout=PATIENCE_SECONDS) for _ in range(3)]
         eventually(lambda: any(future.done() for future in others))
         held.go_on.set()
-        assert first.result(30).status_code == 200
-        responses = [future.result(30) for future in others]
+        assert first.result(PATIENCE_SECONDS).status_code == 200
+        responses = [future.result(PATIENCE_SECONDS) for future in others]
         assert sorted(response.status_code for response in responses) == [200, 200, 429]
         (crowded,) = [response for response in responses if response.status_code == 429]
         assert crowded.headers["retry-after"] == "1"
@@ -287,15 +287,15 @@ def test_a_client_that_disconnects_is_removed_from_the_queue(numbers, served, bo
     with served(numbers, max_queue=4, max_delay="0ms") as server, ThreadPoolExecutor(2) as pool:
         held.running.clear()
         held.go_on.clear()
-        first = pool.submit(httpx.post, server.infer, json=body_of(1), timeout=30)
+        first = pool.submit(httpx.post, server.infer, json=body_of(1), timeout=PATIENCE_SECONDS)
         assert held.running.wait(PATIENCE_SECONDS)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.infer, json=body_of(4), timeout=0.2)
         eventually(lambda: server.report().requests.get("499"))
-        last = pool.submit(httpx.post, server.infer, json=body_of(4), timeout=30)
+        last = pool.submit(httpx.post, server.infer, json=body_of(4), timeout=PATIENCE_SECONDS)
         held.go_on.set()
-        assert first.result(30).status_code == 200
-        assert last.result(30).status_code == 200
+        assert first.result(PATIENCE_SECONDS).status_code == 200
+        assert last.result(PATIENCE_SECONDS).status_code == 200
 
 
 @pytest.mark.slow
@@ -653,7 +653,7 @@ def test_ambiguous_heads_are_refused_before_a_token_is_compared(numbers, served)
         both = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
         host, _, port = running.address.partition(":")
         for request in (both + live + b"\r\n", live + b"Host: other\r\nConnection: close\r\n\r\n"):
-            with socket.create_connection((host, int(port)), timeout=10) as client:
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as client:
                 client.sendall(request)
                 answers = b""
                 while piece := client.recv(4096):

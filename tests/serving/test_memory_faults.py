@@ -16,6 +16,7 @@ from anabranch.serving.inference.batch_run import BatchRunner, QueuedRequest
 from anabranch.serving.metrics import ServingMetrics
 from anabranch.serving.model.loaded_version import load_version
 from anabranch.serving.rollout.hot_swap import VersionSwapper
+from tests.support.waiting import PATIENCE_SECONDS
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 LOST = torch.AcceleratorError("CUDA error: device-side assert triggered")
@@ -157,7 +158,7 @@ def test_on_a_gpu_a_batch_that_does_not_fit_is_run_in_pieces(deploy, served, bod
     torch.cuda.set_per_process_memory_fraction((taken + (256 << 20)) / total, device)
     try:
         with served(publisher, max_batch=64) as running:
-            reply = httpx.post(running.infer, json=body_of(64), timeout=60)
+            reply = httpx.post(running.infer, json=body_of(64), timeout=PATIENCE_SECONDS)
             assert reply.status_code == 200
             assert reply.json()["outputs"][0]["data"] == [1.0] * 64
             assert "ran out of memory" in httpx.get(f"{running.url}/api/status").text

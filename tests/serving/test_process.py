@@ -68,7 +68,7 @@ def test_import_serving_app_loads_neither_kafka_nor_redis_nor_faiss():
 )
 def test_bad_settings_are_one_sentence_and_exit_2(pipeline, more, sentence):
     process = start("-c", str(pipeline(more=more)))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == Exit.SETTINGS
     assert re.search(sentence, errors), errors
     assert len(errors.strip().splitlines()) == 1
@@ -76,7 +76,7 @@ def test_bad_settings_are_one_sentence_and_exit_2(pipeline, more, sentence):
 
 def test_a_missing_file_is_exit_2(tmp_path):
     process = start("-c", str(tmp_path / "none.toml"))
-    assert "does not exist" in process.communicate(timeout=60)[1]
+    assert "does not exist" in process.communicate(timeout=PATIENCE_SECONDS)[1]
     assert process.returncode == Exit.SETTINGS
 
 
@@ -84,7 +84,7 @@ def test_a_taken_port_is_one_sentence_that_names_the_key_and_exit_2(pipeline):
     with listen("serving.port", "serving.host", "127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         process = start("-c", str(pipeline(port)))
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == Exit.SETTINGS
     assert f"serving.port = {port} is taken" in errors
     assert len(errors.strip().splitlines()) == 1
@@ -98,7 +98,7 @@ def test_the_next_server_of_a_supervisor_waits_for_the_port_of_a_killed_one(pipe
         waits = process.stderr.readline()
     assert f"serving.port = {port} is taken on 127.0.0.1, perhaps by a process that is about to end" in waits
     assert f"serving tiny on http://127.0.0.1:{port}" in process.stderr.readline()
-    process.communicate(timeout=60)  # the end of stdin stops it
+    process.communicate(timeout=PATIENCE_SECONDS)  # the end of stdin stops it
     assert process.returncode == Exit.DONE
 
 
@@ -112,7 +112,7 @@ def test_sigterm_finishes_and_exits_0(pipeline, eventually, numbers, body_of):
         response = httpx.post(f"{address}/v2/models/tiny/infer", json=body)
         assert response.json()["model_version"] == "1"
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == Exit.DONE
         assert f"serving tiny on {address}/v2/models/tiny" in errors
         assert "Traceback" not in errors

@@ -12,6 +12,7 @@ import pytest
 from anabranch.core.tracing.settings import TracingSettings
 from anabranch.serving.grpc.messages import MESSAGES, SERVICE
 from anabranch.serving.reporting.report import read_report
+from tests.support.waiting import PATIENCE_SECONDS
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
@@ -86,11 +87,11 @@ def test_calls_of_grpc_continue_the_trace_of_their_metadata(traced, collector, e
                 request_serializer=type(message).SerializeToString,
                 response_deserializer=MESSAGES["ModelInferResponse"].FromString,
             )
-            call(message, timeout=20, metadata=[("traceparent", SAMPLED), ("tracestate", "vendor=1")])
-            call(message, timeout=20, metadata=[("traceparent", UNSAMPLED)])
+            call(message, timeout=PATIENCE_SECONDS, metadata=[("traceparent", SAMPLED), ("tracestate", "vendor=1")])
+            call(message, timeout=PATIENCE_SECONDS, metadata=[("traceparent", UNSAMPLED)])
             message.model_name = "other"
             with pytest.raises(grpc.RpcError):
-                call(message, timeout=20, metadata=[("traceparent", SAMPLED)])
+                call(message, timeout=PATIENCE_SECONDS, metadata=[("traceparent", SAMPLED)])
     answered, refused = collector.named(f"{SERVICE}/ModelInfer", 2)
     assert (answered.trace, answered.parent, answered.failed) == (TRACE, SPAN, False)
     assert answered.attributes == {

@@ -73,13 +73,17 @@ class Server:
         )
 
     def ask(self, body):
-        return httpx.post(f"{self.report.address}/v2/models/tiny/infer", json=body, timeout=30, verify=self.trust)
+        return httpx.post(
+            f"{self.report.address}/v2/models/tiny/infer", json=body, timeout=PATIENCE_SECONDS, verify=self.trust
+        )
 
     def order(self, number, action):
-        return httpx.post(f"{self.report.address}/api/versions/{number}:{action}", timeout=30)
+        return httpx.post(f"{self.report.address}/api/versions/{number}:{action}", timeout=PATIENCE_SECONDS)
 
     def count(self, name):
-        lines = httpx.get(f"{self.report.address}/metrics", timeout=30, verify=self.trust).text.splitlines()
+        lines = httpx.get(
+            f"{self.report.address}/metrics", timeout=PATIENCE_SECONDS, verify=self.trust
+        ).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
@@ -136,7 +140,7 @@ def test_all_workers_follow_versions_and_rollout_commands_and_count_as_one(start
         early = [clients.submit(server.ask, own) for _ in range(8)]
         eventually(lambda: connections(server.report.address) >= 8)
         numbers.publish(2)
-        assert {reply.result(30).json()["model_version"] for reply in early} == {"2"}
+        assert {reply.result(PATIENCE_SECONDS).json()["model_version"] for reply in early} == {"2"}
         assert answers(parameters=own["parameters"]) == {"2": 40}
 
         # A rollout command is answered when all workers have applied it.
@@ -219,9 +223,9 @@ def test_requests_in_flight_are_answered_when_it_stops(start_workers, deploy, bo
         late = clients.submit(server.ask, body_of(1, parameters={"min_trained_through": "events:0=99"}))
         eventually(lambda: connections(address) == 9)
         server.process.terminate()
-        assert late.result(30).status_code == 503
+        assert late.result(PATIENCE_SECONDS).status_code == 503
         (tmp_path / "hold").unlink()
-        assert [reply.result(30).status_code for reply in asked] == [200] * 8
+        assert [reply.result(PATIENCE_SECONDS).status_code for reply in asked] == [200] * 8
         assert server.process.wait(PATIENCE_SECONDS) == Exit.DONE
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/v2/health/live")
@@ -272,9 +276,9 @@ def test_each_worker_speaks_tls_and_applies_rollout_commands_over_it(
             finally:
                 os.kill(stopped, signal.SIGCONT)
         with pytest.raises(httpx.TransportError):
-            httpx.get(server.report.address.replace("https", "http"), timeout=30)
+            httpx.get(server.report.address.replace("https", "http"), timeout=PATIENCE_SECONDS)
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-            httpx.get(server.report.address, timeout=30)
+            httpx.get(server.report.address, timeout=PATIENCE_SECONDS)
         numbers.publish(2)
         eventually(lambda: server.serves(2))
         assert apply_command(load_config(server.state_dir.parent / "pipeline.toml"), "pin", 1).running

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from datetime import timedelta
 from typing import TypeVar
 
 import pytest
@@ -14,6 +15,7 @@ TAKES_MINUTES = pytest.mark.skipif(
 )
 PATIENCE_SECONDS = 100.0
 """Longer than anything that is awaited takes."""
+PATIENCE = timedelta(seconds=PATIENCE_SECONDS)
 
 
 def slowness():

@@ -84,6 +84,8 @@ from tests.support.s3_proxy import Answer, S3Proxy
 from tests.support.tokenizer import write_tokenizer
 
 EVENT = {"x": [0.5] * 64, "y": 7}
+PATIENT = 600.0
+"""Seconds that a check may take: a busy machine takes a minute to import what adapters need."""
 OF_NOBODY = {"aws_access_key_id": "key-of-nobody", "aws_secret_access_key": "secret-of-nobody"}
 
 
@@ -114,12 +116,12 @@ def checks(in_this_process):
 
 @pytest.fixture
 def diagnose(example, checks):
-    """Runs one check on the example and returns its findings: `diagnose("ports", timeout=20)`.
+    """Runs one check on the example and returns its findings: `diagnose("ports", timeout=PATIENT)`.
 
     The model is checked in this process, unless it is to be `alone`.
     """
 
-    def run(name, timeout=60.0, *, alone=False):
+    def run(name, timeout=PATIENT, *, alone=False):
         chosen = [check for check in (CHECKS if alone else run.checks) if check.name == name]
         results = list(examine(example / "pipeline.toml", timeout, checks=chosen))
         return [finding for check, finding in results if check == name]
@@ -270,7 +272,7 @@ class TestConfig:
     def test_a_file_that_cannot_be_read(self, example, content):
         path = example / "pipeline.toml"
         path.unlink() if content is None else path.write_bytes(content)
-        ((check, finding),) = examine(path, 20)
+        ((check, finding),) = examine(path, PATIENT)
         assert (check, finding.kind) == ("config", "config.unreadable")
 
     def test_all_errors_are_reported_at_once_and_what_can_run_still_runs(self, example, edit, setting):
@@ -280,7 +282,9 @@ class TestConfig:
         setting("learner.nope", 3)
         results = list(
             examine(
-                example / "pipeline.toml", 20, checks=[c for c in CHECKS if c.name in ("state", "ports", "checkpoints")]
+                example / "pipeline.toml",
+                PATIENT,
+                checks=[c for c in CHECKS if c.name in ("state", "ports", "checkpoints")],
             )
         )
         messages = [finding.message for _, finding in results if finding.kind == "config.invalid"]
@@ -296,7 +300,7 @@ class TestConfig:
         path = example / "model/tokenizer.json"
         assert finding.message.startswith(f'schema.features.s.encode.tokenizer = "{path}" cannot be read: No such file')
         checks = [check for check in CHECKS if check.name in ("schema", "checkpoints", "versions", "state")]
-        found = list(examine(example / "pipeline.toml", 20, checks=checks))
+        found = list(examine(example / "pipeline.toml", PATIENT, checks=checks))
         assert [check for check, finding in found if finding.level != "ok"] == ["schema"]
 
     def test_a_tokenizer_that_pads_with_another_id_than_the_model_masks(self, diagnose, example, edit):
@@ -622,7 +626,9 @@ class TestModel:
     @pytest.mark.usefixtures("small_device")
     def test_a_device_that_is_full_is_one_finding_and_the_model_is_tried_on_the_cpu(self, diagnose, example, checks):
         chosen = [check for check in checks if check.name == "model"]
-        findings = [finding for _, finding in examine(example / "pipeline.toml", 60, checks=chosen, on_device=True)]
+        findings = [
+            finding for _, finding in examine(example / "pipeline.toml", PATIENT, checks=chosen, on_device=True)
+        ]
         message = "cuda:0 has too little free memory to try the model: CUDA out of memory. Tried to allocate 2.00 GiB."
         assert only(findings, "device.busy").message == message
         assert any("26,122 parameters" in finding.message for finding in findings)
@@ -1087,7 +1093,7 @@ class TestTopics:
                 return sorted(admin.list_topics()), groups, files
 
         before = world()
-        results = list(examine(example / "pipeline.toml", 60))
+        results = list(examine(example / "pipeline.toml", PATIENT))
         assert exit_code(results) is Exit.DONE, results
         assert summary(results) == "nothing is wrong"
         assert world() == before
@@ -1653,8 +1659,8 @@ class TestCommand:
         checks = [Check("broken", broken, ()), Check("fine", lambda *_: [ok("Fine.")], ())]
         seen = []
         with pytest.raises(RuntimeError, match="bug"):
-            seen.extend(examine(example / "pipeline.toml", 5, checks=checks))
-        iterator = examine(example / "pipeline.toml", 5, checks=checks)
+            seen.extend(examine(example / "pipeline.toml", PATIENT, checks=checks))
+        iterator = examine(example / "pipeline.toml", PATIENT, checks=checks)
         assert [next(iterator).check, next(iterator).check] == ["config", "fine"]
 
     def test_exit_codes_and_the_summary(self):

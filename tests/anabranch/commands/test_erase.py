@@ -53,7 +53,7 @@ def test_a_learner_that_is_started_meanwhile_waits_until_the_files_are_clean(con
     with ThreadPoolExecutor() as pool:
         started = pool.submit(start)
         assert erase_events(config, [], ["events[0]@1..2"], timedelta(0)).applied
-        assert started.result(30), "it did not wait"
+        assert started.result(PATIENCE_SECONDS), "it did not wait"
 
 
 def test_erase_asks_first_and_a_dry_run_changes_nothing(config, capsys, monkeypatch):

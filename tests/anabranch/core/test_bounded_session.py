@@ -11,6 +11,7 @@ import requests
 
 from anabranch.core.bounded_session import BoundedSession, LateAnswerError, LongAnswerError
 from anabranch.core.socket_deadline import SocketDeadline
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -53,20 +54,20 @@ def test_an_answer_is_returned_as_it_was_sent(server_of):
     url = server_of(answer(packed, b"Content-Encoding: gzip"))
     with BoundedSession() as session:
         for _ in range(2):
-            response = session.post(url, data=b"spans", timeout=60.0)
+            response = session.post(url, data=b"spans", timeout=PATIENCE_SECONDS)
             assert (response.status_code, response.content) == (200, packed)
 
 
 def test_a_long_answer_is_an_error(server_of):
     with BoundedSession() as session:
         with pytest.raises(LongAnswerError, match="longer than 65536 bytes"):
-            session.post(server_of(answer(bytes(70_000))), data=b"spans", timeout=60.0)
+            session.post(server_of(answer(bytes(70_000))), data=b"spans", timeout=PATIENCE_SECONDS)
 
 
 def test_an_answer_that_breaks_off_is_an_error(server_of):
     begin = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nspans\r\nno length\r\n"
     with BoundedSession() as session, pytest.raises(requests.ConnectionError, match="broke off"):
-        session.post(server_of(begin), data=b"spans", timeout=60.0)
+        session.post(server_of(begin), data=b"spans", timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: ", b""])
@@ -75,14 +76,14 @@ def test_an_answer_without_end_is_an_error_at_the_timeout(server_of, begin, fore
     with BoundedSession() as session:
         with pytest.raises(LateAnswerError, match=r"within 0\.1 s"):
             session.post(server_of(begin, forever), data=b"spans", timeout=0.1)
-        response = session.post(server_of(answer(b"")), data=b"spans", timeout=60.0)
+        response = session.post(server_of(answer(b"")), data=b"spans", timeout=PATIENCE_SECONDS)
         assert response.status_code == 200
 
 
 @pytest.mark.parametrize("begin", [b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Encoding: gzip\r\n\r\n"])
 def test_an_answer_that_redirects_is_bounded_too(server_of, begin):
     with BoundedSession(most_bytes=100) as session, pytest.raises(LongAnswerError):
-        session.post(server_of(begin, gzip.compress(bytes(9_000_000))), data=b"spans", timeout=60.0)
+        session.post(server_of(begin, gzip.compress(bytes(9_000_000))), data=b"spans", timeout=PATIENCE_SECONDS)
 
 
 def test_an_answer_through_a_proxy_is_bounded_too(server_of, monkeypatch):

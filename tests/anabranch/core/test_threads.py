@@ -210,7 +210,7 @@ def test_a_stop_waits_for_the_work_for_no_longer_than_its_patience():
     thread.stop()
     assert thread.alive
     may_end.set()
-    thread.join(20)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.alive
 
 
@@ -218,14 +218,14 @@ def test_a_thread_that_was_stopped_before_its_first_work_does_none():
     done = list[int]()
     thread = PeriodicThread("test", lambda: done.append(1) or LONG, SOON)
     thread.stop()
-    thread.start().join(20)
+    thread.start().join(PATIENCE_SECONDS)
     assert done == []
 
 
 def test_an_exception_of_the_work_ends_the_thread_and_is_handed_over():
     found = list[BaseException]()
     thread = PeriodicThread("test", lambda: 1 / 0, SOON, ended=found.append).start()
-    thread.join(20)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.alive
     (exc,) = found
     assert isinstance(exc, ZeroDivisionError)
@@ -236,7 +236,7 @@ def test_without_somebody_to_take_it_an_exception_is_raised_in_the_thread():
     raised = list[object]()
     before, threading.excepthook = threading.excepthook, lambda args: raised.append(args.exc_type)
     try:
-        PeriodicThread("test", lambda: 1 / 0, SOON).start().join(20)
+        PeriodicThread("test", lambda: 1 / 0, SOON).start().join(PATIENCE_SECONDS)
     finally:
         threading.excepthook = before
     assert raised == [ZeroDivisionError]

@@ -152,4 +152,4 @@ def test_the_command_listens_on_the_port_and_ends_on_ctrl_c(spawn):
     settings = StreamSettings(bootstrap_servers=bootstrap, topics=("events",))
     assert create_topics(settings, {"events": 1}) == ["events"]
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=PATIENCE_SECONDS) == 0

@@ -142,7 +142,7 @@ def running():
     yield start
     for stop, thread in threads:
         stop.set()
-        thread.join(30)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
 
 
@@ -265,7 +265,7 @@ def test_exit_code_2_ends_everything_with_2_and_stops_the_others(part, running, 
     other = part(STAYS, "other")
     supervisor = Supervisor([other, part("while not os.path.exists(folder + '/started'): pass\nsys.exit(2)", "bad")])
     _, result = running(supervisor)
-    assert result.result(30) is Exit.SETTINGS
+    assert result.result(PATIENCE_SECONDS) is Exit.SETTINGS
     assert supervisor.ended is not None
     assert supervisor.ended.name == "bad"
     assert recorded("sigterm") == recorded("started")
@@ -273,7 +273,7 @@ def test_exit_code_2_ends_everything_with_2_and_stops_the_others(part, running, 
 
 def test_exit_code_3_on_the_first_start_ends_everything_with_3(part, running):
     _, result = running(Supervisor([part("sys.exit(3)")]))
-    assert result.result(30) is Exit.DEPENDENCY
+    assert result.result(PATIENCE_SECONDS) is Exit.DEPENDENCY
 
 
 @pytest.mark.parametrize("first_life", ["report(steps_since_start=1); sys.exit(3)", "sys.exit(1)"])
@@ -289,7 +289,7 @@ def test_exit_code_3_later_or_after_progress_is_waited_out(part, running, until,
     stop, result = running(Supervisor([part(code)], RecordedBackoff()))
     until(lambda: len(recorded("started")) == 4, "four starts")
     stop.set()
-    assert result.result(30) is Exit.DONE
+    assert result.result(PATIENCE_SECONDS) is Exit.DONE
 
 
 def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothing(part, running, until, recorded):
@@ -303,7 +303,7 @@ def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothi
     stop, result = running(Supervisor([part(STAYS, "other"), part(code, has_run_before=True)], backoff))
     until(lambda: len(recorded("again")) == 3 and recorded("started"), "three starts")
     stop.set()
-    assert result.result(30) is Exit.DONE
+    assert result.result(PATIENCE_SECONDS) is Exit.DONE
     assert backoff.asked == [1, 2]
     assert len(recorded("started")) == 1
 
@@ -334,7 +334,7 @@ def test_a_stop_is_a_sigterm_to_every_part(part, running, until, recorded, is_go
     stop, result = running(Supervisor([part(STAYS, "one"), part(STAYS, "two")]))
     pids = until(lambda: len(recorded("started")) == 2 and recorded("started"), "both started")
     stop.set()
-    assert result.result(30) is Exit.DONE
+    assert result.result(PATIENCE_SECONDS) is Exit.DONE
     assert sorted(recorded("sigterm")) == sorted(pids)
     assert all(map(is_gone, pids))
 
@@ -344,7 +344,7 @@ def test_a_part_that_outlives_its_stop_timeout_is_killed(part, running, until, r
     stop, result = running(Supervisor([part(code, stop_timeout=timedelta(milliseconds=200))]))
     (pid,) = until(lambda: recorded("started"), "the start")
     stop.set()
-    assert result.result(30) is Exit.DONE
+    assert result.result(PATIENCE_SECONDS) is Exit.DONE
     assert is_gone(pid)
 
 
@@ -442,7 +442,7 @@ def test_a_stop_ends_a_standby_at_once(part, running, until, recorded, is_gone):
     stop, result = running(Supervisor([part(LEARNS, standby=deaf, stop_timeout=timedelta(hours=1))]))
     (pid,) = until(lambda: recorded("standby"), "a standby")
     stop.set()
-    assert result.result(30) is Exit.DONE
+    assert result.result(PATIENCE_SECONDS) is Exit.DONE
     assert is_gone(pid)
     assert recorded("sigterm") == recorded("started")
 
@@ -453,7 +453,7 @@ def test_output_goes_to_the_part_s_file_and_variables_reach_it(part, running, un
     stop, result = running(Supervisor([part(code, environment={"COLOUR": "blue"}, output=output)]))
     until(lambda: output.exists() and output.read_text() == "blue\ntrouble\n", "the output")
     stop.set()
-    assert result.result(30) is Exit.DONE
+    assert result.result(PATIENCE_SECONDS) is Exit.DONE
 
 
 def supervise(spawn, *parts):

@@ -17,6 +17,7 @@ from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import Position
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from tests.support.waiting import PATIENCE_SECONDS
 
 SCHEMA = Schema(
     SchemaSettings.model_validate({"features": {"x": {"dtype": "float64"}}, "label": {"name": "y", "classes": 3}})
@@ -96,7 +97,7 @@ def test_a_restart_reads_the_offsets_of_several_partitions_at_once(tmp_path, mon
     """In an object store, thousands of files would be read one after another."""
     write(tmp_path / "a.parquet", [(0, n) for n in range(100)])
     write(tmp_path / "b.parquet", [(1, n) for n in range(100)])
-    both, read_group = threading.Barrier(2, timeout=20), KafkaIndex.read
+    both, read_group = threading.Barrier(2, timeout=PATIENCE_SECONDS), KafkaIndex.read
 
     def read_together(self, *arguments, **options):
         both.wait()

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from anabranch.learner.errors import SecondLearnerError
 from anabranch.learner.state_dir.lock import GENERATION
 from anabranch.replay.erasure.erased_events import ByKey
 from tests.learner.learner_bench import ROWS, each_tier, no_space
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE, PATIENCE_SECONDS
 
 
 @each_tier
@@ -25,7 +24,7 @@ def test_checkpoints_are_written_during_training(make_bench, replay):
 
     def wait_at_times():
         if bench.loop.state.steps % 20 == 0:  # else a slow disk writes one or two in all these steps
-            bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+            bench.checkpointer.wait(Deadline(PATIENCE))
 
     bench.run(wait_at_times)
     bench.finish()
@@ -58,7 +57,7 @@ def test_an_idle_learner_writes_no_checkpoint_until_its_state_changes(make_bench
     def checkpoint_if_due():
         bench.checkpointer.request()
         bench.loop.checkpoint_if_due()
-        bench.checkpointer.wait(Deadline(timedelta(seconds=20)))
+        bench.checkpointer.wait(Deadline(PATIENCE))
         return bench.checkpoints.numbers()
 
     bench.run()
@@ -82,7 +81,7 @@ def test_a_learner_that_lost_its_lock_writes_no_more_checkpoints(make_bench, tmp
     bench.finish()
     (tmp_path / GENERATION).write_text("2")
     with pytest.raises(SecondLearnerError):
-        bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(timedelta(seconds=20)))
+        bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(PATIENCE))
     assert bench.checkpoints.numbers() == [1]
 
 
@@ -92,11 +91,11 @@ def test_a_full_disk_stops_neither_training_nor_deletes_earlier_checkpoints(make
     bench.finish()
     with monkeypatch.context() as patch:
         patch.setattr("anabranch.core.atomic_files.os.fsync", no_space)
-        bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(timedelta(seconds=20)))
+        bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(PATIENCE))
     assert bench.checkpointer.problem is not None
     assert "No space left" in bench.checkpointer.problem
     assert bench.checkpoints.numbers() == [1]
-    bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(timedelta(seconds=20)))
+    bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(PATIENCE))
     assert bench.checkpointer.problem is None
     assert bench.checkpoints.numbers() == [1, 3], "the number of a failed checkpoint was used again"
     (histogram,) = bench.metrics.learner.checkpoint.collect()
@@ -121,7 +120,7 @@ def test_a_checkpoint_on_a_hanging_disk_is_a_problem_until_it_is_written(make_be
         assert bench.checkpointer.problem is not None
         assert f"{bench.checkpoints.path} has taken more than 90 s" in bench.checkpointer.problem
         go.set()
-        bench.checkpointer.wait(Deadline(timedelta(seconds=20)))
+        bench.checkpointer.wait(Deadline(PATIENCE))
         assert bench.checkpointer.problem is None
     assert bench.checkpoints.numbers() == [1]
 
@@ -142,7 +141,7 @@ def test_new_checkpoints_are_written_if_old_ones_cannot_be_deleted(make_bench, m
     bench.run()
     monkeypatch.setattr(CheckpointPruning, "prune", lambda *_: no_space(0))
     for _ in range(2):
-        bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(timedelta(seconds=20)))
+        bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(PATIENCE))
     assert bench.checkpoints.numbers() == [1, 2]
     assert bench.checkpointer.problem is not None
     assert "old checkpoints cannot be deleted" in bench.checkpointer.problem

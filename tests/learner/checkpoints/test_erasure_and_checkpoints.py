@@ -1,7 +1,6 @@
 """Which erasure records a learner applies again, keeps and drops, given its checkpoints."""
 
 import shutil
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from anabranch.learner.loop.resume import ResumePoint
 from anabranch.replay.erasure.erased_events import ByKey
 from anabranch.replay.erasure.erasure_log import Applied, ErasureLog
 from anabranch.replay.tiers.disk import DiskTier
+from tests.support.waiting import PATIENCE
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -103,7 +103,7 @@ def test_records_that_another_host_has_applied_are_applied_to_the_files_of_this_
         later.resume()
         if fetched:
             later.erasure.start_over()
-        later.erasure.finish(Deadline(timedelta(seconds=30)))
+        later.erasure.finish(Deadline(PATIENCE))
         assert (bytes([7] * 16) in old.path.read_bytes()) == (not fetched)
         assert (bench.checkpoints.path / "5.set-aside").exists() == (not fetched)
         assert later.erasure.through == 1

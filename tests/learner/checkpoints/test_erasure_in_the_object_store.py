@@ -1,7 +1,6 @@
 """An erasure is complete only once the object store has none of the events either; erasing goes on meanwhile."""
 
 import time
-from datetime import timedelta
 
 import pytest
 
@@ -9,6 +8,7 @@ from anabranch.core.shutdown import Deadline
 from anabranch.learner.checkpoints.background_erasure import BackgroundErasure
 from anabranch.learner.checkpoints.erase_checkpoints import Eraser
 from anabranch.replay.erasure.erased_events import ByRange
+from tests.support.waiting import PATIENCE
 
 
 class FakeMirror:
@@ -39,7 +39,7 @@ class ErasureBench:
 
     def apply(self, number):
         """Erase the events of all records up to a number from the files of this host."""
-        self.erasure.finish(number, Deadline(timedelta(seconds=20)))
+        self.erasure.finish(number, Deadline(PATIENCE))
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_tombstones_are_gathered_the_longer_the_more_a_rewrite_takes_and_a_comma
     def advance():
         bench.erasure.advance(bench.log.count)
         while bench.erasure._work is not None:
-            bench.checkpointer.wait(Deadline(timedelta(seconds=60)))
+            bench.checkpointer.wait(Deadline(PATIENCE))
             bench.erasure.advance(bench.log.count)
 
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -130,5 +130,5 @@ def test_tombstones_are_gathered_the_longer_the_more_a_rewrite_takes_and_a_comma
     bench.append(by="events#0[0]@9")
     advance()
     assert bench.erasure.through == number + 1
-    bench.erasure.finish(number + 2, Deadline(timedelta(seconds=20)))
+    bench.erasure.finish(number + 2, Deadline(PATIENCE))
     assert bench.erasure.through == number + 2, "the end of the learner waits for no more tombstones"

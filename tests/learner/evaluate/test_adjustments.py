@@ -1,14 +1,13 @@
 """The learner probes old events, and responds to a drift."""
 
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
 
 from anabranch.core.shutdown import Deadline
 from tests.learner.learner_bench import ROWS, LearnerBench, small_model
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE, PATIENCE_SECONDS
 
 
 @pytest.mark.slow
@@ -31,7 +30,7 @@ def test_a_drift_starts_a_checkpoint(make_bench):
     bench.stream.drifts_at = 300 * ROWS
     bench.run()
     assert bench.loop.monitor.drift.count == 1
-    bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+    bench.checkpointer.wait(Deadline(PATIENCE))
     assert bench.checkpointer.number == 1
     found = bench.checkpoints.newest()
     assert found is not None
@@ -62,7 +61,7 @@ def test_the_checkpoint_of_a_drift_has_the_state_before_the_response(make_bench,
     bench.stream.drifts_at = 300 * ROWS
     monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: notified.append(bench.loop.state.steps))
     bench.run(lambda: rates.append(bench.trainer.update.rate()))
-    bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+    bench.checkpointer.wait(Deadline(PATIENCE))
     found = bench.checkpoints.newest()
     assert found is not None
     assert found[1].step == notified[0] == bench.loop.monitor.drift.step

@@ -7,6 +7,7 @@ import pytest
 
 from anabranch.serving.reporting.report import read_report
 from tests.pipelines import LINEAR, Part, events, total, write_pipeline
+from tests.support.waiting import PATIENCE_SECONDS
 
 REST = """
 batch_size = 8
@@ -52,7 +53,9 @@ def test_what_was_written_is_read_at_a_server_on_another_host(
             "inputs": [{"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1.0, 0.0, 0.0]}],
             "parameters": {"min_trained_through": f"{topic}:0=190", "timeout_ms": 30_000},
         }
-        reply = httpx.post(f"{report.address}/v2/models/{name_of(configs[1])}/infer", json=body, timeout=40)
+        reply = httpx.post(
+            f"{report.address}/v2/models/{name_of(configs[1])}/infer", json=body, timeout=PATIENCE_SECONDS
+        )
         assert reply.status_code == 200, reply.text
         assert server.until(ready).server is not None
         learner.wait_for(lambda each: list(each.servers) == [report.server] and None not in each.servers.values())

@@ -17,7 +17,7 @@ from anabranch.core.start_report import read_start, starting
 from anabranch.learner.errors import SecondLearnerError, StateBusyError
 from anabranch.learner.state_dir import lock
 from anabranch.learner.state_dir.lock import GENERATION, LOCK, check_generation, is_locked, lock_state_directory
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
 def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path):
@@ -100,7 +100,7 @@ def test_a_learner_waits_for_one_that_is_stopping(tmp_path, caplog, monkeypatch)
         wait_until(lambda: "waiting for its end" in caplog.text)
         assert not second.done()
         first.close()
-        assert second.result(30) == 2
+        assert second.result(PATIENCE_SECONDS) == 2
 
 
 def test_the_mark_of_a_stopped_holder_does_not_apply_to_the_next(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_learner_with_short_patience_waits_for_a_command(tmp_path, caplog):
         assert start.doing == f"waits, since `anabranch erase` is at work in {tmp_path}"
         assert not learner.done()
         command.close()
-        assert learner.result(30) == 2
+        assert learner.result(PATIENCE_SECONDS) == 2
     assert caplog.text.count("waiting for") == 1
 
 
@@ -171,7 +171,7 @@ def test_a_learner_waits_for_a_command_that_has_no_mark_yet(tmp_path, monkeypatc
         with pytest.raises(TimeoutError):
             waiting.result(0.2)
         fcntl.flock(file.fileno(), fcntl.LOCK_UN)
-        assert waiting.result(30) == 1
+        assert waiting.result(PATIENCE_SECONDS) == 1
 
 
 def test_is_held_neither_locks_nor_creates_the_file(tmp_path):

@@ -79,7 +79,10 @@ def test_an_empty_admin_token_is_not_accepted():
 def test_silent_connections_are_closed_for_new_ones_and_use_few_threads(port):
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(100)]
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS))
+            for _ in range(100)
+        ]
         assert health(port) == 200
         assert silent[0].recv(1) == b""
         # The thread of one that was closed ends a moment later.

@@ -28,6 +28,7 @@ from anabranch.learner.versions.format import (
     other_model,
     reference_to,
 )
+from tests.support.waiting import PATIENCE_SECONDS
 
 PASS = Verdict("pass", ["better"], {"drop": -0.1})
 
@@ -401,7 +402,7 @@ def test_a_reader_sees_only_complete_versions_while_one_is_written(versions):
         versions.write(weights_of(number), manifest_of(number), PASS)
         versions.delete(number - 2)
     for reader in readers:
-        reader.join(60)
+        reader.join(PATIENCE_SECONDS)
     assert errors == []
     assert {last - 1, last} >= set(versions.numbers())
     assert last in read

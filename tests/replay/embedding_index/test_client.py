@@ -25,7 +25,7 @@ from anabranch.replay.embedding_index import client as neighbours
 from anabranch.replay.embedding_index import process
 from anabranch.replay.embedding_index.client import IndexStats, NeighbourClient
 from anabranch.replay.embedding_index.protocol import NO_ID, IndexMessage, MessageType
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
 DIM = 4
@@ -361,7 +361,7 @@ def test_the_process_ends_when_the_learner_is_killed():
         "print(index.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     # A pipe that the child holds as well ends only with it.
-    learner = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
+    learner = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=PATIENCE_SECONDS)
     assert learner.returncode == -signal.SIGKILL
     pid = int(learner.stdout)
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from anabranch.replay.tiers.memory import MemoryTier, Pages
+from tests.support.waiting import PATIENCE_SECONDS
 
 SIZE = 24_000_000
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux makes pages ahead")
@@ -39,7 +40,7 @@ def test_what_is_written_finds_its_pages_made_and_what_was_there_stays(started):
     pages = Pages(memory.ctypes.data, SIZE)
     pages.request_ahead(SIZE)
     for thread in started():  # none, if it has made all already, and has ended
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
     assert pages.all_requested
     before = faults()
     memory[4096:-4096:4096] = 1

@@ -19,7 +19,7 @@ from anabranch.replay.store import Store
 from anabranch.replay.tiers.redis_server import RedisServer
 from anabranch.replay.tiers.redis_tier import RedisTier
 from anabranch.testing.stores import FakeCheckpoints, add_now, sample_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 PARTITIONS = [TopicPartition("events", 0)]
 CAPACITY = 2000
@@ -100,7 +100,7 @@ def test_those_that_lost_one_server_do_not_come_back_at_the_same_moments(monkeyp
     for _ in range(2):
         with RedisServer(f"redis://127.0.0.1:{free_port()}", "anabranch:test:") as server:
             server.open(needed=False)
-            server._keeper.join(30)
+            server._keeper.join(PATIENCE_SECONDS)
     longest = [min(0.1 * 2**tries, 5.0) for tries in range(10)] * 2
     assert all(delay / 2 <= seconds <= delay for seconds, delay in zip(waits, longest, strict=True))
     assert all(one != other for one, other in zip(waits[:10], waits[10:], strict=True))

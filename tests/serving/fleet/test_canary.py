@@ -17,6 +17,7 @@ from anabranch.learner.model.factory import build_model
 from anabranch.learner.settings.learner import GateSettings
 from anabranch.learner.versions.format import reference_to
 from anabranch.learner.versions.gate import QualityGate
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 class Judging:
@@ -68,7 +69,7 @@ def test_a_bad_version_reaches_the_canaries_alone_and_a_good_one_all_servers(
     judging.publish(1, 1.25)
 
     def answers():
-        replies = [httpx.post(server.infer, json=body_of(1), timeout=30) for server in servers]
+        replies = [httpx.post(server.infer, json=body_of(1), timeout=PATIENCE_SECONDS) for server in servers]
         return sorted(reply.json()["model_version"] for reply in replies)
 
     # A busy machine makes no canary slower than `slo`.

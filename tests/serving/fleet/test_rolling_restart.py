@@ -84,10 +84,10 @@ class Load:
     def __exit__(self, *_):
         self.stop.set()
         for thread in self.threads:
-            thread.join(60)
+            thread.join(PATIENCE_SECONDS)
 
     def ask(self, pause):
-        with httpx.Client(base_url=self.url, timeout=30) as client:
+        with httpx.Client(base_url=self.url, timeout=PATIENCE_SECONDS) as client:
             while not self.stop.wait(pause):
                 try:
                     reply = client.post("/v2/models/tiny/infer", json=self.body)

@@ -16,6 +16,7 @@ from anabranch.learner.versions.format import Verdict
 from anabranch.serving.fleet.follower import VersionFollower
 from anabranch.serving.reporting.health import judge
 from tests.serving.conftest import wait_until
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +33,13 @@ def pair(learning, followed, served):
 
 
 def ask(server, body):
-    reply = httpx.post(server.infer, json=body, timeout=30)
+    reply = httpx.post(server.infer, json=body, timeout=PATIENCE_SECONDS)
     assert reply.status_code == 200, reply.text
     return reply.json()["model_version"]
 
 
 def order(server, action, number):
-    return httpx.post(f"{server.url}/api/versions/{number}:{action}", timeout=30)
+    return httpx.post(f"{server.url}/api/versions/{number}:{action}", timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def test_a_request_for_what_is_not_learned_yet_waits_at_the_server_that_lags(
         assert ask(behind, body_of(1)) == "1"  # others do not wait
         assert not waiting.done()
         released.set()
-        assert waiting.result(30) == "2"
+        assert waiting.result(PATIENCE_SECONDS) == "2"
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_one_worker_follows_for_all_and_any_takes_commands(pipeline, numbers, bo
         assert report.server == server.id
         for number in (1, 2):
             for _ in range(4):  # each by another connection, which any worker accepts
-                reply = httpx.post(f"{address}/api/versions/{number}:promote", timeout=30)
+                reply = httpx.post(f"{address}/api/versions/{number}:promote", timeout=PATIENCE_SECONDS)
                 assert (reply.status_code, reply.json()["serving"]) == (200, number)
         answers = {
             httpx.post(f"{address}/v2/models/tiny/infer", json=body_of(1)).json()["model_version"] for _ in range(9)

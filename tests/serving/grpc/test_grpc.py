@@ -28,7 +28,7 @@ from anabranch.serving.http.acceptor import most_connections, most_grpc_connecti
 from anabranch.serving.protocol.codec import Signature
 from anabranch.serving.reporting.report import read_report
 from anabranch.serving.settings import ServingSettings
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -71,7 +71,7 @@ def called(deploy, served):
                     request_serializer=None if isinstance(message, bytes) else type(message).SerializeToString,
                     response_deserializer=MESSAGES[f"{method}Response"].FromString,
                 )
-                return answer(message, timeout=20, metadata=metadata, **options)
+                return answer(message, timeout=PATIENCE_SECONDS, metadata=metadata, **options)
 
             yield server, call
 
@@ -275,7 +275,7 @@ def test_requests_hold_no_more_bytes_than_those_of_http(called):
     try:
         with ThreadPoolExecutor(8) as pool:
             waiting = [pool.submit(call, "ModelInfer", infer(np.zeros((3000, 4), np.float32))) for _ in range(8)]
-            refusal = next(as_completed(waiting, timeout=20)).exception()
+            refusal = next(as_completed(waiting, timeout=PATIENCE_SECONDS)).exception()
             module.go_on.set()
         assert isinstance(refusal, grpc.RpcError)
         assert (refusal.code(), "bytes of requests already" in refusal.details()) == (
@@ -300,7 +300,9 @@ def test_a_token_is_asked_for_as_over_http(deploy, served):
         def code(method, message, token):
             call = channel.unary_unary(f"/{SERVICE}/{method}", request_serializer=type(message).SerializeToString)
             try:
-                call(message, timeout=20, metadata=[("authorization", f"Bearer {token}")] if token else [])
+                call(
+                    message, timeout=PATIENCE_SECONDS, metadata=[("authorization", f"Bearer {token}")] if token else []
+                )
             except grpc.RpcError as exc:
                 return exc.code()
             return grpc.StatusCode.OK
@@ -362,7 +364,7 @@ def test_several_tokens_are_refused_over_grpc_and_http(deploy, served):
         call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
         for metadata in (given, given[::-1], given[:1] * 2):
             with pytest.raises(grpc.RpcError, match="2 Authorization headers; send one") as refusal:
-                call(infer().SerializeToString(), timeout=20, metadata=metadata)
+                call(infer().SerializeToString(), timeout=PATIENCE_SECONDS, metadata=metadata)
             assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert httpx.get(f"{server.url}/v2/models/tiny", headers=metadata).status_code == 400
 
@@ -406,7 +408,7 @@ def test_a_connection_without_a_call_is_closed(deploy, served, monkeypatch, open
     monkeypatch.setattr(bound, timedelta(milliseconds=300))
     with served(publisher, grpc_port=0) as server:
         host, port = address_of(server).rsplit(":", 1)
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
             connection.sendall(opening)
             assert closes(connection)
 
@@ -428,7 +430,7 @@ def test_connections_beyond_the_bound_are_closed_and_leave_http_its_own(deploy, 
             connection.close()
         with grpc.insecure_channel(address_of(server)) as channel:
             live = channel.unary_unary(f"/{SERVICE}/ServerLive")
-            live(b"", timeout=20, wait_for_ready=True)
+            live(b"", timeout=PATIENCE_SECONDS, wait_for_ready=True)
 
 
 @pytest.mark.slow
@@ -448,16 +450,16 @@ def test_calls_whose_message_never_ends_are_bounded_in_time_and_number_and_healt
 
         def metadata_code():
             try:
-                metadata(b"", timeout=20)
+                metadata(b"", timeout=PATIENCE_SECONDS)
             except grpc.RpcError as exc:
                 return exc.code()
             return grpc.StatusCode.OK
 
         wait_until(lambda: metadata_code() == grpc.StatusCode.RESOURCE_EXHAUSTED)
-        assert channel.unary_unary(f"/{SERVICE}/ServerLive")(b"", timeout=20) == b"\x08\x01"
-        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20) == b"\x08\x01"
+        assert channel.unary_unary(f"/{SERVICE}/ServerLive")(b"", timeout=PATIENCE_SECONDS) == b"\x08\x01"
+        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=PATIENCE_SECONDS) == b"\x08\x01"
         for call in stuck:
-            assert call.exception(60).code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert call.exception(PATIENCE_SECONDS).code() == grpc.StatusCode.DEADLINE_EXCEEDED
         wait_until(lambda: metadata_code() == grpc.StatusCode.OK)
 
 
@@ -478,17 +480,17 @@ def test_cancelled_and_refused_calls_release_their_slots_and_bytes(deploy, serve
                 module.running.clear()
                 module.go_on.clear()
                 waiting = call.future(large, timeout=60)
-                assert module.running.wait(60)
+                assert module.running.wait(PATIENCE_SECONDS)
                 waiting.cancel()
                 module.go_on.set()
                 with pytest.raises(grpc.RpcError, match="no ModelInferRequest"):
-                    call(b"\xff\xff", timeout=60)
+                    call(b"\xff\xff", timeout=PATIENCE_SECONDS)
         finally:
             module.go_on.set()
 
         def both_fit():
             calls = [call.future(large, timeout=60) for _ in range(2)]
-            return all(each.exception(60) is None for each in calls)
+            return all(each.exception(PATIENCE_SECONDS) is None for each in calls)
 
         wait_until(both_fit)
 
@@ -506,13 +508,13 @@ def test_a_message_that_is_slow_makes_room_for_those_that_wait(deploy, served, m
             (begun.set() or never.wait(60) for _ in range(1)),  # type: ignore[misc]
             timeout=60,
         )
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE_SECONDS)
         call = channel.unary_unary(
             f"/{SERVICE}/ModelInfer", response_deserializer=MESSAGES["ModelInferResponse"].FromString
         )
-        assert call(infer().SerializeToString(), timeout=50).model_version == "7"
-        call(infer().SerializeToString(), timeout=50)
-        refusal = stuck.exception(60)
+        assert call(infer().SerializeToString(), timeout=PATIENCE_SECONDS).model_version == "7"
+        call(infer().SerializeToString(), timeout=PATIENCE_SECONDS)
+        refusal = stuck.exception(PATIENCE_SECONDS)
         assert refusal.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "other calls wait for their turn" in refusal.details()
 
@@ -548,9 +550,9 @@ def test_the_health_service_of_grpc_says_whether_requests_may_be_sent(deploy, se
         grpc.insecure_channel(address_of(server)) as channel,
     ):
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
-        assert check(b"", timeout=20) == b"\x08\x02"  # status = NOT_SERVING
+        assert check(b"", timeout=PATIENCE_SECONDS) == b"\x08\x02"  # status = NOT_SERVING
         publisher.publish(7)
-        wait_until(lambda: check(b"", timeout=20) == b"\x08\x01")  # status = SERVING
+        wait_until(lambda: check(b"", timeout=PATIENCE_SECONDS) == b"\x08\x01")  # status = SERVING
 
 
 @pytest.mark.slow
@@ -569,7 +571,7 @@ def test_there_are_no_other_calls(deploy, served, path):
         grpc.insecure_channel(address_of(server)) as channel,
         pytest.raises(grpc.RpcError) as refusal,
     ):
-        channel.unary_unary(path)(b"", timeout=20)
+        channel.unary_unary(path)(b"", timeout=PATIENCE_SECONDS)
     assert refusal.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -588,7 +590,7 @@ def test_tls_has_the_configured_certificate(deploy, served, certificate):
         with grpc.secure_channel(address, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
             answer = channel.unary_unary(
                 f"/{SERVICE}/ModelInfer", response_deserializer=MESSAGES["ModelInferResponse"].FromString
-            )(infer().SerializeToString(), timeout=20)
+            )(infer().SerializeToString(), timeout=PATIENCE_SECONDS)
     assert answer.model_version == "7"
 
 
@@ -606,8 +608,8 @@ def test_a_call_in_flight_is_answered_when_the_server_stops(deploy, served):
             module.running.clear()
             module.go_on.clear()
             try:
-                answer = pool.submit(call, infer().SerializeToString(), timeout=20)
-                assert module.running.wait(20)
+                answer = pool.submit(call, infer().SerializeToString(), timeout=PATIENCE_SECONDS)
+                assert module.running.wait(PATIENCE_SECONDS)
                 stopped = pool.submit(stack.close)
                 while True:
                     try:
@@ -616,8 +618,8 @@ def test_a_call_in_flight_is_answered_when_the_server_stops(deploy, served):
                         break
             finally:
                 module.go_on.set()
-            assert MESSAGES["ModelInferResponse"].FromString(answer.result(20)).model_version == "7"
-            stopped.result(20)  # although the client keeps its channel
+            assert MESSAGES["ModelInferResponse"].FromString(answer.result(PATIENCE_SECONDS)).model_version == "7"
+            stopped.result(PATIENCE_SECONDS)  # although the client keeps its channel
 
 
 @pytest.mark.slow
@@ -630,10 +632,10 @@ def test_without_a_version_the_server_lives_and_is_not_ready(deploy, served):
             call = channel.unary_unary(
                 f"/{SERVICE}/{method}", response_deserializer=MESSAGES[f"{method}Response"].FromString
             )
-            assert getattr(call(b"", timeout=20), field) is expected
+            assert getattr(call(b"", timeout=PATIENCE_SECONDS), field) is expected
         call = channel.unary_unary(f"/{SERVICE}/ModelInfer", request_serializer=lambda each: each.SerializeToString())
         with pytest.raises(grpc.RpcError, match="no version of tiny is ready yet") as refusal:
-            call(infer(), timeout=20)
+            call(infer(), timeout=PATIENCE_SECONDS)
         assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
 
 

@@ -65,7 +65,7 @@ def serve(request, monkeypatch, tmp_path):
                 yield port
             finally:
                 server.stop()
-                thread.join(30)
+                thread.join(PATIENCE_SECONDS)
                 assert not thread.is_alive()
 
     return serving_

@@ -15,6 +15,7 @@ from anabranch.learner.versions.format import Versions
 from anabranch.serving.inference.shadow import Shadow, _AnsweredRequest
 from anabranch.serving.metrics import ServingMetrics
 from anabranch.serving.model.loaded_version import ServedVersion, load_version
+from tests.support.waiting import PATIENCE_SECONDS
 
 UNITS = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0]])
 
@@ -30,7 +31,7 @@ def tensor(rows):
 
 
 def ask(server, body):
-    reply = httpx.post(server.infer, json=body, timeout=30)
+    reply = httpx.post(server.infer, json=body, timeout=PATIENCE_SECONDS)
     assert (reply.status_code, reply.json().get("model_version")) == (200, "1"), reply.text
 
 

@@ -132,7 +132,7 @@ def test_a_rollout_command_waits_for_others_that_change_the_state(numbers):
         before = numbers.versions.state()
         assert not applied.wait(0.2)
         numbers.versions.write_state(msgspec.structs.replace(before, rolled_back=[9]))
-    thread.join(20)
+    thread.join(PATIENCE_SECONDS)
     assert state_of(numbers) == RegistryState(serving=1, pinned=1, rolled_back=[9])
 
 
@@ -869,15 +869,15 @@ def test_a_version_and_a_verdict_are_taken_when_they_appear_not_at_the_next_poll
         numbers.deployment, 8, ServingMetrics(CollectorRegistry()), lambda: taken.put(None), pytest.fail
     )
     with swap:
-        taken.get(timeout=20)
+        taken.get(timeout=PATIENCE_SECONDS)
         numbers.publish(2, verdict="fail")
         numbers.publish(3)
-        taken.get(timeout=20)
+        taken.get(timeout=PATIENCE_SECONDS)
         assert swap.current is not None
         assert swap.current.number == 3
         verdict = numbers.publish(4, verdict="fail") / VERDICT
         replace_file(verdict, msgspec.json.encode(Verdict("pass")))
-        taken.get(timeout=20)
+        taken.get(timeout=PATIENCE_SECONDS)
         assert swap.current.number == 4
 
 

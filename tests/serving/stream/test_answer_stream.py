@@ -21,6 +21,7 @@ from anabranch.serving.reporting.report import read_report
 from tests import forkserver
 from tests.serving.conftest import Publisher
 from tests.support.topics import TopicFactory
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytest.importorskip("confluent_kafka")
 
@@ -310,7 +311,7 @@ def test_workers_divide_the_partitions_and_report_the_sum(stream, pipeline, numb
         eventually(lambda: read_report(state_dir).stream.messages == {"answered": 60})
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_latency_and_counts_are_in_the_metrics(stream, numbers, served, produce, consume_all, eventually):

@@ -109,7 +109,7 @@ def test_a_server_that_answers_byte_after_byte_is_given_up_and_asked_again(hosti
         for _ in range(2):
             with pytest.raises(RegistrationError, match=r"MLflow at http.* does not answer within 1s"):
                 registry.register(VERSION)
-            assert asked.acquire(timeout=60)
+            assert asked.acquire(timeout=PATIENCE_SECONDS)
     finally:
         ended.set()
 
@@ -136,7 +136,7 @@ def test_the_process_may_be_killed_and_ends_during_a_call_with_the_registry(mlfl
     assert process is not None
     registry.close()
     mlflow.go_on.set()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     wait_until(lambda: process.poll() is not None)
     assert len(failed) == 1
 

@@ -267,7 +267,7 @@ def test_a_server_that_sends_without_end_is_given_up_too(forever):
                 teacher.answer(COLUMNS)
         finally:
             ended.set()
-        served.result(60)
+        served.result(PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -387,4 +387,4 @@ def test_a_request_that_waits_for_its_answer_ends_at_once_when_the_learner_stops
         assert asked.wait(PATIENCE_SECONDS)
         teacher.close()
         with pytest.raises(TeacherError):
-            answer.result(30)
+            answer.result(PATIENCE_SECONDS)

@@ -29,6 +29,7 @@ from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.trainer import Trainer
 from tests import forkserver
 from tests.learner.parallel.split.models import mlp
+from tests.support.waiting import PATIENCE_SECONDS
 
 CPU = torch.device("cpu")
 SETTINGS = LearnerSettings.model_validate({"device": "cpu", "replicas": 4, "mesh": {"data": 2, "tensor": 2}})
@@ -165,7 +166,7 @@ def test_two_ranks_refuse_plans_that_change_gradients_or_outputs_and_an_error_of
     """A plan that fits leaves the weights as they were, also those that are zero."""
     program = str(Path(__file__).parent / "split_program.py")
     processes = [forkserver.start([program, str(rank), str(tmp_path)]) for rank in range(2)]
-    assert [process.wait(100) for process in processes] == [0, 0]
+    assert [process.wait(PATIENCE_SECONDS) for process in processes] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     (fits, learned, wide, both, _), alone = first, second[-1]
     assert first[:4] == second[:4]
