@@ -74,11 +74,11 @@ def test_a_gpu_that_auto_cannot_take_is_a_problem(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_that_problem_is_in_the_report(numbers, served):
+def test_that_problem_is_in_the_report(numbers, served, eventually):
     numbers.deployment = dataclasses.replace(numbers.deployment, device_problem="auto takes the CPU")
     numbers.publish(1)
     with served(numbers) as running:
-        assert running.report().problems == ["auto takes the CPU"]
+        eventually(lambda: running.report().problems == ["auto takes the CPU"])
 
 
 MODULE = "anabranch_serving_test_models"

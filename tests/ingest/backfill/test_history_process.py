@@ -391,7 +391,7 @@ def test_retention_that_runs_out_before_the_switch_is_a_problem(kafka, make_topi
         admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, {"retention.ms": "7200000"})])
     finally:
         admin.close()
-    produce(kafka.bootstrap, topic, [message(1)], timestamp_ms=(int(time.time()) - 7140) * 1000)
+    produce(kafka.bootstrap, topic, [message(1)], timestamp_ms=(int(time.time()) - 7080) * 1000)
     write_parquet(tmp_path / "a.parquet", 0, 300_000)
     with opened(kafka.bootstrap, topic, tmp_path / "*.parquet", buffer_bytes=1_000_000) as source:
 
