@@ -15,7 +15,6 @@ from pathlib import Path
 from benchmarks.harness.results import FOLDER, ROOT
 
 QUICK_MINUTES = {
-    "replay_index": 0.5,
     "ingest": 0.7,
     "replay_disk": 0.7,
     "backfill": 0.7,

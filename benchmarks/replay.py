@@ -34,6 +34,7 @@ from anabranch.replay.store import Store
 from anabranch.testing.stores import plan_ahead, sample_of
 from benchmarks.harness import peers
 from benchmarks.harness.events import PARTITIONS, Events
+from benchmarks.harness.index_steps import measure
 from benchmarks.harness.interleave import Spread, interleave, ratio, seconds
 from benchmarks.harness.memory import beyond_payload, memory_shortage
 from benchmarks.harness.results import Form, Results, Target, options
@@ -47,7 +48,6 @@ from benchmarks.harness.stores import (
     valkey,
     why_no_redis,
 )
-from benchmarks.replay_index import measure
 
 BATCH = 256
 _STEP_SECONDS = 0.02

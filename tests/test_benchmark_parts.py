@@ -27,7 +27,6 @@ PARTS = {
     "mirror": ["s3", "folder"],
     "replay": ["hot", "cold", "growth", "add", "memory", "index"],
     "replay_disk": ["large", "disk", "cold"],
-    "replay_index": ["clustered", "factors"],
     "search": ["streams", "cost"],
     "serving": [
         *("alone", "swaps", "base_swaps", "experts", "grpc", "tracing", "workers", "fleet", "freshness"),

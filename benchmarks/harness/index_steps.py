@@ -1,8 +1,5 @@
 """Neighbours of a batch in a store of embeddings: the fraction of the true ones that is found, and the cost of a step.
 
-    python -m benchmarks.replay_index [--quick] [--json FILE] [--save] [--only PART ...] [--rows N] [--dim N]
-                                      [--seconds S]
-
 The index is filled. Then steps of 20 ms of arithmetic on one core each add 64 new events, remove as many, update the
 embeddings of 64 others, and request the 10 nearest neighbours of a batch of 64. The figures:
 
@@ -11,40 +8,24 @@ embeddings of 64 others, and request the 10 nearest neighbours of a batch of 64.
                              that is busy with other things this holds their time too, the CPU fraction does not
     index_cpu_fraction       CPU time of the process / time of the steps: from 1 on it cannot keep pace
     faiss_bytes_per_event    memory that the index says it takes; and by how much its process has grown
-
-The parts are two kinds of embeddings:
-
-    clustered   a mixture of 1000 Gaussians
-    factors     rectified sums of 16 factors of falling weight, distributed as those of a network
 """
 
-import argparse
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from anabranch.replay.embedding_index.client import NeighbourClient
-from benchmarks.harness.results import Results, Target, options
 
-TARGETS = {
-    "factors_similar_recall_at_10": Target(0.9, least=True),
-    "factors_similar_stall_fraction": Target(0.02),
-}
 BATCH, K, STEP_SECONDS = 64, 10, 0.02
 _PART = 512
 _FAR = 1e4
 """The coordinates of events that were removed, far from all others."""
 
 
-def clustered(n: int, dim: int, rng: np.random.Generator) -> np.ndarray:
-    centres = 2 * np.random.default_rng(7).standard_normal((1000, dim), np.float32)
-    return centres[rng.integers(len(centres), size=n)] + rng.standard_normal((n, dim), np.float32)
-
-
 def factors(n: int, dim: int, rng: np.random.Generator) -> np.ndarray:
+    """Return rectified sums of 16 factors of falling weight, distributed as those of a network."""
     fixed = np.random.default_rng(9)
     load, noise = fixed.standard_normal((16, dim), np.float32), fixed.standard_normal((dim, dim), np.float32)
     weight = np.arange(1, 17, dtype=np.float32) ** np.float32(-0.7)
@@ -53,13 +34,10 @@ def factors(n: int, dim: int, rng: np.random.Generator) -> np.ndarray:
     return np.maximum(signal + spread * (rng.standard_normal((n, dim), np.float32) @ noise), 0)
 
 
-KINDS: dict[str, Callable[[int, int, np.random.Generator], np.ndarray]] = {"clustered": clustered, "factors": factors}
-
-
-def measure(rows: int, dim: int, seconds: float, kind: str = "factors") -> dict[str, float]:
+def measure(rows: int, dim: int, seconds: float) -> dict[str, float]:
     """Fill an index, take steps for `seconds` while it runs, and return the figures."""
     rng = np.random.default_rng(0)
-    embedding = KINDS[kind](rows, dim, rng)
+    embedding = factors(rows, dim, rng)
     index = NeighbourClient(dim, rows + rows // 32, batch=_PART)
     index.open()
     try:
@@ -71,10 +49,10 @@ def measure(rows: int, dim: int, seconds: float, kind: str = "factors") -> dict[
         _settle(index)
         settled = time.perf_counter() - begin
         busy = _cpu_seconds(index)
-        calls, answer_seconds, answered = _steps(index, embedding, seconds, rng, kind)
+        calls, answer_seconds, answered = _steps(index, embedding, seconds, rng)
         _settle(index)
         busy = _cpu_seconds(index) - busy
-        recall = _recall(index, embedding, KINDS[kind](BATCH, dim, rng))
+        recall = _recall(index, embedding, factors(BATCH, dim, rng))
         stats = index.stats()
         return {
             "rows": stats.process.rows,
@@ -121,14 +99,14 @@ def _settle(index: NeighbourClient) -> None:
 
 
 def _steps(
-    index: NeighbourClient, embedding: np.ndarray, seconds: float, rng: np.random.Generator, kind: str
+    index: NeighbourClient, embedding: np.ndarray, seconds: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, list[float], float]:
     """Take steps, and return the time and CPU time that each spent in calls, the delays of answers, the part answered.
 
     Row i of `embedding` is kept as that of row i: those that are removed come back with others.
     """
     work = rng.random((128, 128), np.float32)
-    news, asked_for = (KINDS[kind](8192, embedding.shape[1], rng) for _ in range(2))
+    news, asked_for = (factors(8192, embedding.shape[1], rng) for _ in range(2))
     calls, delays, asked = [], [], {}
     for step in range(1, int(seconds / STEP_SECONDS) + 1):
         begin = time.perf_counter()
@@ -182,24 +160,3 @@ def _resident_bytes(index: NeighbourClient) -> float:
     """Memory of the process; NaN where there is no /proc."""
     path = Path(f"/proc/{index.pid}/statm")
     return int(path.read_text().split()[1]) * 4096.0 if path.exists() else float("nan")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser, KINDS)
-    parser.add_argument("--rows", type=int)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--seconds", type=float)
-    chosen = parser.parse_args()
-    rows = chosen.rows or (3_000, 50_000, 1_000_000)[chosen.form]
-    seconds = chosen.seconds or (0.3, 5, 60)[chosen.form]
-    results = Results("replay_index", TARGETS)
-    for kind in chosen.only or KINDS:
-        results.title(f"{kind}: {rows} events of {chosen.dim} numbers, {seconds:g} s of steps")
-        for name, value in measure(rows, chosen.dim, seconds, kind).items():
-            results.add(f"{kind}_{name}", value)
-    results.write(chosen)
-
-
-if __name__ == "__main__":
-    main()
