@@ -49,4 +49,5 @@ def test_files_of_another_kind_and_allowed_ones_pass(tmp_path):
 def test_the_list_loads_and_its_names_are_unique():
     words = load()
     assert len({word.name for word in words}) == len(words)
+    assert all(word.pattern == word.pattern.lower() for word in words), "it is searched in lower case first"
     assert [match for word in words for match in word.find("")] == []
