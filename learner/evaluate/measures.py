@@ -44,6 +44,8 @@ _MOST_ODDS = 20.0
 """Log-odds beyond it, of which chance has one in 500 million, count as it."""
 _BIN_WIDTH = 2 * _MOST_ODDS / _ODDS_BINS
 _LEAST = 1e-300
+_CONSTANT_DIGITS = 12
+"""After the point: a constant has a calibration error of 0, which is not to be seen as 5e-18."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ class Measure:
         It is the shares of the classes, and of numbers the mean for RMSE, the quantile for pinball loss, and else the
         median.
         """
-        return self.value(_constant(self.name, outcomes, weights_G), weights_G) if len(outcomes) else math.nan
+        if not len(outcomes):
+            return math.nan
+        return round(self.value(_constant(self.name, outcomes, weights_G), weights_G), _CONSTANT_DIGITS)
 
     def estimate(self, outcomes: Outcomes) -> "Estimate | None":
         """Return the value with its 95 % interval; None where it is not defined.
@@ -245,7 +249,7 @@ def _constant(name: str, outcomes: Outcomes, weights_G: NDArray[Any] | None) -> 
         _, class_G = np.unique(label_G, return_inverse=True)
         part = np.bincount(class_G, weights_G) / weights_G.sum()
         most = int(part.argmax())
-        above = len(part) - 1 - np.searchsorted(np.sort(part), part)
+        above = np.argsort(np.argsort(-part, kind="stable"))
         answer = label_G[np.flatnonzero(class_G == most)[0]]
         columns = np.full(rows, answer), np.full(rows, part[most]), np.log(part)[class_G], above[class_G]
         predicted = np.stack(columns, axis=1)

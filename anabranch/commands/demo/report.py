@@ -3,6 +3,7 @@
 import msgspec
 
 from anabranch.commands.demo.snapshot import DemoSnapshot
+from anabranch.learner.status.report import MeasureReport
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +18,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_now: float | None
     accuracy_old: float | None
     accuracy_old_without_replay: float | None
+    measures: dict[str, MeasureReport]
+    """Those of the task, each with its interval and what one answer for all events has."""
     versions_published: int
     swaps: int
     http_requests: int
@@ -41,6 +44,7 @@ def make_report(figures: DemoSnapshot) -> DemoReport:
         accuracy_now=figures.accuracy("now"),
         accuracy_old=figures.accuracy("old"),
         accuracy_old_without_replay=figures.accuracy("old", baseline=True),
+        measures=learner.measures if learner else {},
         versions_published=learner.versions_published if learner else 0,
         swaps=serving.swaps.get("swapped", 0) if serving else 0,
         http_requests=figures.requests,
@@ -78,6 +82,7 @@ def summary(figures: DemoSnapshot) -> str:
         f"{figures.sent:,} events in {figures.seconds:.0f} s: {outcomes or 'none with an outcome'}\n"
         f"accuracy now {percent(figures.accuracy('now'))}{_against(figures, 'now')}, of each new digit before it is "
         f"learned; on old classes {percent(figures.accuracy('old'))}{_against(figures, 'old')}\n"
+        f"{_measure(figures)}"
         f"{figures.requests:,} requests, {figures.failures} failed, answered by {swaps} versions in turn; "
         f"{_freshness(figures)}\n"
     )
@@ -88,6 +93,18 @@ def _against(figures: DemoSnapshot, window: str) -> str:
     known = {"no replay": figures.accuracy(window, baseline=True), **figures.rules(window)}
     others = [f"{name} {percent(value)}" for name, value in known.items() if value is not None]
     return f" ({', '.join(others)})" if others else ""
+
+
+def _measure(figures: DemoSnapshot) -> str:
+    """Return a line with the measure that judges versions, else the first of the task, on held-out events."""
+    measures = figures.learner.measures if figures.learner else {}
+    known = {name: each for name, each in measures.items() if "held_out" in each.value}
+    if figures.learner is None or not known:
+        return ""
+    name = figures.learner.measure if figures.learner.measure in known else next(iter(known))
+    value, constant = known[name].value["held_out"], known[name].constant.get("held_out")
+    baseline = "" if constant is None else f", where one answer for all has {constant:.3g}"
+    return f"{name.replace('_', ' ')} {value:.3g} on held-out events{baseline}\n"
 
 
 def _freshness(figures: DemoSnapshot) -> str:

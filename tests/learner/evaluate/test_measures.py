@@ -160,6 +160,7 @@ def test_a_constant_has_what_the_best_single_prediction_has():
         (many, "top_1", None, metrics.accuracy_score(classes, np.full(500, 2))),
         (many, "top_3", None, 1 - shares.min()),
         (many, "ece", None, 0.0),
+        (classes_of(np.zeros((4, 4)), np.arange(4)), "top_3", None, 0.75),
         (Outcomes("labels", several, several), "mean_average_precision", None, several.mean(axis=0).mean()),
         (numbers, "mae", None, np.abs(number - np.median(number)).mean()),
         (numbers, "rmse", None, number.std()),

@@ -7,7 +7,7 @@ import pytest
 
 from anabranch.commands.demo.report import make_report, percent, plain_line, seconds, summary, to_json
 from anabranch.commands.demo.snapshot import Completion, DemoSnapshot
-from anabranch.learner.status.report import BaselineReport, LearnerReport
+from anabranch.learner.status.report import BaselineReport, LearnerReport, MeasureReport
 from anabranch.serving.reporting.report import ServingReport
 
 KEYS = [
@@ -20,6 +20,7 @@ KEYS = [
     "accuracy_now",
     "accuracy_old",
     "accuracy_old_without_replay",
+    "measures",
     "versions_published",
     "swaps",
     "http_requests",
@@ -174,6 +175,23 @@ def test_an_accuracy_has_next_to_it_what_it_is_to_be_compared_with(snapshot):
     assert "now 66% (always answering 3 12%, the last label 60%), of each new digit before it is learned" in summary(
         snapshot(learner=report)
     )
+
+
+def test_the_closing_words_have_the_measure_that_judges_and_what_one_answer_has(snapshot):
+    windows = {"now": 0.9, "held_out": 0.8123}
+    measures = {
+        "log_loss": MeasureReport(windows, windows, windows, {"held_out": 2.3}),
+        "macro_f1": MeasureReport(windows, windows, windows, {"held_out": 0.018}),
+        "roc_auc": MeasureReport({"now": 0.5}),
+    }
+    for measure, line in (
+        ("macro_f1", "macro f1 0.812 on held-out events, where one answer for all has 0.018\n"),
+        ("accuracy", "log loss 0.812 on held-out events, where one answer for all has 2.3\n"),
+    ):
+        figures = snapshot(learner=learner({"trained": 90}, measures=measures, measure=measure))
+        assert line in summary(figures)
+        assert json.loads(to_json(make_report(figures)))["measures"]["log_loss"]["constant"] == {"held_out": 2.3}
+    assert "held-out events" not in summary(snapshot())
 
 
 def test_a_poisoned_phase_and_the_version_that_the_gate_refuses_are_named(snapshot):
