@@ -1,4 +1,4 @@
-"""Object stores that do not compare before they replace are refused, by the learner's start as by doctor."""
+"""Objects that several processes replace, and the refusal of stores that do not compare before they replace."""
 
 import hashlib
 import re
@@ -7,10 +7,14 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import msgspec
 import pytest
 
-from anabranch.core.object_store.bucket import Bucket, BucketAwayError
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import damage_is, decoded
+from anabranch.core.object_store.bucket import Bucket, BucketAwayError, ReplacedError
 from anabranch.core.object_store.conditional_writes import UnconditionalWritesError, check_conditional_writes
+from anabranch.core.object_store.tagged_object import TaggedObject
 from anabranch.learner.object_storage.opening import lease_storage
 from anabranch.learner.settings.storage import StorageSettings
 from anabranch.learner.state_dir.lock import lock_state_directory
@@ -172,3 +176,60 @@ def test_an_outage_is_none_of_it(server, tmp_path):
 def test_an_s3_server_is_taken(s3, tmp_path):
     check_conditional_writes(Bucket(s3.url, s3.options))
     start(s3.options, tmp_path, s3.url)
+
+
+class Number(msgspec.Struct, frozen=True):
+    value: int = 0
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    return Bucket(f"file://{tmp_path}/bucket", {})
+
+
+def number_in(bucket):
+    def decode(content):
+        with damage_is(SettingsError, "the number cannot be used"):
+            return decoded(content, Number)
+
+    return TaggedObject(bucket, "number.json", decode, Number(), SettingsError, 100)
+
+
+def test_an_object_is_read_when_it_has_changed(bucket):
+    one, other = number_in(bucket), number_in(bucket)
+    assert not one.poll(), "there is none"
+    other.replace(Number(1))
+    assert (one.poll(), one.contents) == (True, Number(1))
+    assert not one.poll()
+    bucket.delete(["number.json"])
+    assert (one.poll(), one.contents, one.tag) == (True, Number(), None)
+
+
+def test_what_another_one_has_replaced_since_is_not_replaced(bucket):
+    one, other = number_in(bucket), number_in(bucket)
+    one.replace(Number(1))
+    other.poll()
+    one.replace(Number(2))
+    with pytest.raises(ReplacedError):
+        other.replace(Number(3))
+    with pytest.raises(ReplacedError):
+        number_in(bucket).replace(Number(4))
+    other.poll()
+    other.replace(Number(3))
+    assert (one.poll(), one.contents) == (True, Number(3))
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"value": "x"}'])
+def test_what_cannot_be_used_is_an_error_until_it_has_changed_and_leaves_what_was_read(bucket, content):
+    one = number_in(bucket)
+    one.replace(Number(1))
+    bucket.write("number.json", content)
+    for _ in range(2):
+        with pytest.raises(SettingsError, match="the number cannot be used"):
+            one.poll()
+    assert one.contents == Number(1)
+    bucket.write("number.json", b" " * 1000)
+    with pytest.raises(SettingsError, match="has 1000 bytes, and at most 100 are read"):
+        one.poll()
+    bucket.write("number.json", b'{"value": 5}')
+    assert (one.poll(), one.contents) == (True, Number(5))

@@ -1,4 +1,4 @@
-"""Where the topics begin when the history was read."""
+"""Where the topics begin when the history was read, and what retention removes before that."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -10,6 +10,8 @@ from typing_extensions import override
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.client import Client, Messages
 from anabranch.ingest.settings.stream import StreamSettings
+from anabranch.ingest.transport.protocol import HistoryProgress
+from anabranch.ingest.worker.history_feed import RetentionWatch
 from anabranch.ingest.worker.partition_table import PartitionTable
 from anabranch.ingest.worker.topic_switch import first_times, topics_begin
 
@@ -99,3 +101,45 @@ def test_labels_are_read_from_their_beginning_as_rows_of_files_wait_for_them(sta
     assert [table.positions[table.index[name]].offset for name in (E0, LABELS)][1] == 3
     if start == "earliest":
         assert table.positions[table.index[E0]].offset == 20
+
+
+P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
+NOW = 1_800_000_000.0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def progress(rows_done, *, done=False):
+    return HistoryProgress(1, 0, 10_000, rows_done, done)
+
+
+def test_removal_before_the_expected_end_is_a_problem_in_time():
+    clock = Clock()
+    watch = RetentionWatch({P0: NOW + 5000, P1: NOW + 500}, 0, clock, lambda: NOW + clock.now)
+    assert watch.problem(progress(0)) is None
+    clock.now = 1
+    assert watch.problem(progress(1)) is None, "the rate is not known yet"
+    clock.now = 10
+    sentence = watch.problem(progress(100))
+    assert sentence is not None
+    assert sentence.startswith("retention removes the first records of events[1] that wait for the history about 2027-")
+    assert "expected to last until 2027-" in sentence
+    clock.now = 20
+    assert watch.problem(progress(2000)) is None, "it became faster"
+    clock.now = 400
+    assert watch.problem(progress(2000)) is not None
+    assert watch.problem(progress(10_000, done=True)) is None
+
+
+def test_without_retention_there_is_no_problem():
+    clock = Clock()
+    watch = RetentionWatch({}, 0, clock, lambda: NOW)
+    assert watch.problem(progress(0)) is None
+    clock.now = 1e6
+    assert watch.problem(progress(1)) is None
+    assert watch.problem(None) is None

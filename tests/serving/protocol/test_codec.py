@@ -1,4 +1,4 @@
-"""The codec of the Open Inference Protocol: round trips, and error sentences for invalid requests."""
+"""The codec of the Open Inference Protocol: round trips, error sentences, and how far a version is trained."""
 
 import json
 from typing import Any
@@ -12,8 +12,10 @@ from hypothesis.extra import numpy as arrays
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.serving.errors import BadRequestError, RequestError, TooLargeError
+from anabranch.serving.model.loaded_version import progress_of
 from anabranch.serving.protocol.codec import Signature
 from anabranch.serving.protocol.tensors import DATATYPES, TensorSpec, read_binary, read_json, write_binary, write_json
+from tests.support.manifests import manifest_of
 from tests.support.tokenizer import write_tokenizer
 
 SCHEMA = Schema(
@@ -504,3 +506,19 @@ def test_the_likeliest_classes_are_asked_for_by_the_classification_extension():
     asked[0]["parameters"] = {"classification": 9}
     found = replied(signature_of(), outputs=asked)["probabilities"]
     assert (found["shape"], found["data"][:3]) == ([2, 3], ["0.625000:2", "0.250000:0", "0.125000:1"])
+
+
+def manifest(seen_through=None):
+    return manifest_of(1, schema="", through={"labels:0": 4, "events:1": 7}, seen_through=seen_through)
+
+
+def test_a_reply_says_how_far_the_version_is_trained():
+    assert progress_of(manifest()) == {"trained_through": "events:1=7,labels:0=4"}
+
+
+def test_with_late_labels_it_also_says_how_far_was_read_and_labelled():
+    assert progress_of(manifest({"events:1": 20, "labels:0": 6})) == {
+        "trained_through": "events:1=7,labels:0=4",
+        "labelled_through": "events:1=7,labels:0=4",
+        "seen_through": "events:1=20,labels:0=6",
+    }
