@@ -129,21 +129,17 @@ def test_an_offset_that_no_file_has_is_read_from_the_topic_if_it_is_still_there(
     assert read(source) == [(0, n) for n in read_from_files]
 
 
-def test_offsets_before_the_files_are_read_from_the_topic(tmp_path):
-    """Then the topic has all that the files have."""
+@pytest.mark.parametrize(
+    ("asked", "begin", "from_files"),
+    [(0, 0, []), (200, 50, range(50, 100))],
+    ids=["from the log's start: the topic has all that the files have", "from latest: without a gap"],
+)
+def test_where_the_topic_begins_decides_what_is_read_from_files(tmp_path, asked, begin, from_files):
     write(tmp_path / "a.parquet", [(0, n) for n in range(50, 100)])
     source = history(tmp_path / "*.parquet")
     source.list_files(None)
-    assert source.plan({P0: 0}, {P0: 0}, {P0: 200}, first=True) == {P0: 0}
-    assert read(source) == []
-
-
-def test_from_latest_on_the_files_come_without_a_gap(tmp_path):
-    write(tmp_path / "a.parquet", [(0, n) for n in range(50, 100)])
-    source = history(tmp_path / "*.parquet")
-    source.list_files(None)
-    assert source.plan({P0: 200}, {P0: 0}, {P0: 200}, first=True) == {P0: 50}
-    assert read(source) == [(0, n) for n in range(50, 100)]
+    assert source.plan({P0: asked}, {P0: 0}, {P0: 200}, first=True) == {P0: begin}
+    assert read(source) == [(0, n) for n in from_files]
 
 
 def test_files_in_no_order_that_overlap_are_merged(tmp_path):

@@ -25,19 +25,6 @@ def test_probing_old_events_does_not_change_the_weights(make_bench):
 
 
 @pytest.mark.slow
-def test_a_drift_starts_a_checkpoint(make_bench):
-    bench = make_bench(400, learner={"drift": {"actions": ["checkpoint"]}})
-    bench.stream.drifts_at = 300 * ROWS
-    bench.run()
-    assert bench.loop.monitor.drift.count == 1
-    bench.checkpointer.wait(Deadline(PATIENCE))
-    assert bench.checkpointer.number == 1
-    found = bench.checkpoints.newest()
-    assert found is not None
-    assert found[1].step == bench.loop.monitor.drift.step
-
-
-@pytest.mark.slow
 def test_a_drift_raises_the_configured_factors_and_notifies_the_strategy(make_bench, monkeypatch):
     actions = {"actions": ["raise-lr", "raise-replay"], "lr_factor": 5.0, "replay_factor": 3.0, "steps": 50}
     bench = make_bench(400, learner={"drift": actions})
@@ -54,7 +41,7 @@ def test_a_drift_raises_the_configured_factors_and_notifies_the_strategy(make_be
 
 
 @pytest.mark.slow
-def test_the_checkpoint_of_a_drift_has_the_state_before_the_response(make_bench, monkeypatch):
+def test_a_drift_starts_a_checkpoint_that_has_the_state_before_the_response(make_bench, monkeypatch):
     """A learner that restores this checkpoint responds to the drift."""
     settings = {"drift": {"actions": ["checkpoint", "raise-lr"], "lr_factor": 5.0, "steps": 50}}
     bench, notified, rates = make_bench(400, learner=settings), list[int](), list[float]()
@@ -62,6 +49,7 @@ def test_the_checkpoint_of_a_drift_has_the_state_before_the_response(make_bench,
     monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: notified.append(bench.loop.state.steps))
     bench.run(lambda: rates.append(bench.trainer.update.rate()))
     bench.checkpointer.wait(Deadline(PATIENCE))
+    assert (bench.loop.monitor.drift.count, bench.checkpointer.number) == (1, 1)
     found = bench.checkpoints.newest()
     assert found is not None
     assert found[1].step == notified[0] == bench.loop.monitor.drift.step

@@ -43,13 +43,6 @@ def order(server, action, number):
 
 
 @pytest.mark.slow
-def test_both_servers_serve_what_the_learner_publishes(pair, learning, body_of, eventually):
-    assert [ask(server, body_of(1)) for server in pair] == ["1", "1"]
-    learning.publish(2)
-    eventually(lambda: [ask(server, body_of(1)) for server in pair] == ["2", "2"])
-
-
-@pytest.mark.slow
 def test_a_request_for_what_is_not_learned_yet_waits_at_the_server_that_lags(
     pair, learning, body_of, monkeypatch, eventually
 ):
@@ -211,7 +204,8 @@ def test_a_server_on_a_host_without_a_learner_is_well(pair):
 
 
 @pytest.mark.slow
-def test_a_version_that_the_gate_withdraws_is_withdrawn_on_every_server(pair, learning, body_of, eventually):
+def test_what_is_published_is_served_on_every_server_until_the_gate_withdraws_it(pair, learning, body_of, eventually):
+    assert [ask(server, body_of(1)) for server in pair] == ["1", "1"]
     learning.publish(2)
     eventually(lambda: [ask(server, body_of(1)) for server in pair] == ["2", "2"])
     learning.uploader.judge(2, Verdict("fail", ["it was worse"]))
