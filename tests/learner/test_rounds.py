@@ -496,7 +496,7 @@ class UnevenStream(WideStream):
 
 
 def test_a_sample_is_chosen_for_each_step_of_a_round_that_is_taken_early(schema, tmp_path, monkeypatch):
-    monkeypatch.setattr("anabranch.learner.loop.batch_source.overlaps", lambda _device: True)
+    monkeypatch.setattr("anabranch.learner.loop.training_loop.overlaps", lambda _device: True)
     learner = {"batch_size": BATCH, "max_delay": "1h", "round": "1h"}
     bench = LearnerBench(
         tmp_path, schema, small_model(), 0, learner=learner, stream=partial(UnevenStream, schema), keyed=False

@@ -48,7 +48,7 @@ def test_a_full_batch_is_copied_before_the_step_before_it_is_waited_for_and_the_
 ):
     plain, order = run(schema, tmp_path / "plain")
     assert order[:4] == ["copy 0", "step", "wait", "copy 11"]
-    monkeypatch.setattr("anabranch.learner.loop.batch_source.overlaps", lambda _device: True)
+    monkeypatch.setattr("anabranch.learner.loop.training_loop.overlaps", lambda _device: True)
     early, order = run(schema, tmp_path / "early")
     assert order[:5] == ["copy 0", "step", "copy 11", "wait", "step"]
     copies = Counter(name for name in order if name.startswith("copy"))
@@ -62,7 +62,7 @@ def test_a_full_batch_is_copied_before_the_step_before_it_is_waited_for_and_the_
 
 
 def test_events_that_are_erased_after_their_batch_was_copied_are_not_trained_on(schema, tmp_path, monkeypatch):
-    monkeypatch.setattr("anabranch.learner.loop.batch_source.overlaps", lambda _device: True)
+    monkeypatch.setattr("anabranch.learner.loop.training_loop.overlaps", lambda _device: True)
     done = []
 
     def erase(bench):
@@ -81,7 +81,7 @@ def test_events_that_are_erased_after_their_batch_was_copied_are_not_trained_on(
 def test_a_batch_that_was_taken_early_is_trained_on_by_the_next_learner_after_a_stop(
     schema, tmp_path, monkeypatch, make_bench
 ):
-    monkeypatch.setattr("anabranch.learner.loop.batch_source.overlaps", lambda _device: True)
+    monkeypatch.setattr("anabranch.learner.loop.training_loop.overlaps", lambda _device: True)
     bench, _ = run(schema, tmp_path, lambda bench: bench.stop.set())
     assert bench.loop._source._ahead
     bench.finish()
