@@ -42,7 +42,7 @@ from anabranch.learner.extension import Extension, overriding
 from anabranch.learner.extensions.device_health.extension import DeviceHealth, SpeedCheck, watch_devices
 from anabranch.learner.extensions.device_sharing.extension import background_yield, device_sharing, step_hooks
 from anabranch.learner.extensions.fleet.extension import FleetWatch, fleet_extension
-from anabranch.learner.extensions.input_drift.extension import InputDrift
+from anabranch.learner.extensions.input_drift.extension import InputDrift, remove_reference
 from anabranch.learner.extensions.late_labels.extension import LateLabels
 from anabranch.learner.extensions.late_labels.join_part import open_join
 from anabranch.learner.extensions.mlflow.extension import open_registrar
@@ -415,6 +415,8 @@ class Assembly:
         """Compare new events with those before; None without `learner.drift.inputs`."""
         spec, setup = self.spec, self.setup
         if not (settings := spec.learner.drift).inputs:
+            with state_errors(f"the reference of inputs cannot be deleted from {spec.state_dir}"):
+                remove_reference(spec.state_dir)
             return None
         return InputDrift(settings, setup.schema, setup.task, spec.state_dir, rests=not spec.learner.deterministic)
 

@@ -1,6 +1,7 @@
 """The metrics of serving, in the registry of one process. Importing this module registers nothing."""
 
 from collections import deque
+from collections.abc import Mapping, Set
 from datetime import timedelta
 from functools import partial
 from http import HTTPStatus
@@ -78,6 +79,18 @@ class ServingMetrics:
             "anabranch_serving_shadow_disagreement",
             "Compared rows with another prediction; for regression the sum of absolute differences",
         )
+        self._input_psi = gauge(
+            "anabranch_serving_input_psi",
+            "Population stability index of a feature of requests against events of training",
+            ["feature"],
+            multiprocess_mode="livemax",
+        )
+        self._drifted_input_psi = gauge(
+            "anabranch_serving_drifted_input_psi",
+            "The same while it has drifted, else 0",
+            ["feature"],
+            multiprocess_mode="livemax",
+        )
         self.tracing_left_out = left_out_counter(registry)
         self._answer_times = _Recent()
         self._recent_ages = _RecentRows()
@@ -109,6 +122,12 @@ class ServingMetrics:
         """Count rows that were sent to the shadow's candidate."""
         self._shadow_rows.labels(outcome).inc(rows)
         self._shadow_disagreement.inc(disagreement)
+
+    def inputs(self, psi: Mapping[str, float], drifted: Set[str]) -> None:
+        """Set the indices of features of requests, by name; those that have drifted."""
+        for name, value in psi.items():
+            self._input_psi.labels(name).set(value)
+            self._drifted_input_psi.labels(name).set(value if name in drifted else 0.0)
 
     def requests(self) -> dict[str, int]:
         """Return the requests so far by HTTP status."""

@@ -258,6 +258,8 @@ class _Process:
             stream=self._answers.report() if self._answers is not None else None,
             server=self._fleet.server if self._fleet is not None else None,
             follow_lag_seconds=lag,
+            skew=dict(self._service.skew.psi),
+            warnings=list(self._service.skew.warnings),
             model_problem=self._batcher.problem,
             problems=problems,
         )

@@ -165,7 +165,7 @@ def render(status: Status) -> RenderableType:
         table.add_row(part, _condition(status, part))
         for sentence in report.problems if report else ():
             table.add_row("", Text(sentence, style="yellow"))
-        for sentence in report.warnings if isinstance(report, LearnerReport) else ():
+        for sentence in report.warnings if report else ():
             table.add_row("", Text(f"warning: {sentence}"))
     return Group(
         table,

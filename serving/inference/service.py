@@ -17,6 +17,7 @@ from anabranch.serving.errors import (
 )
 from anabranch.serving.inference.batcher import Batcher
 from anabranch.serving.inference.shadow import Shadow
+from anabranch.serving.inference.skew import RequestSkew
 from anabranch.serving.metrics import ServingMetrics
 from anabranch.serving.model.deployment import Deployment
 from anabranch.serving.model.loaded_version import ServedVersion
@@ -69,6 +70,7 @@ class Service:
             on_error=bugs.append,
         )
         """Entering it starts its thread."""
+        self.skew = RequestSkew(deployment.state_dir, deployment.schema, metrics)
         self._worker = worker
         self._bugs = bugs
         self._most_waiting_rows = settings.max_queue
@@ -176,6 +178,7 @@ class Service:
         """Return the answers of a version, which may have been replaced meanwhile; see `infer`."""
         self.check_alive()
         answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed, peer)
+        self.skew.add(request.features)
         self.answered[chosen.number] += 1
         if len(self.answered) > _MOST_COUNTED:
             del self.answered[min(self.answered)]

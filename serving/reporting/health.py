@@ -103,7 +103,7 @@ def judge(learner: LearnerReport | None, serving: ServingReport, *, silent: bool
     if not problems and learner is not None and (remarks := [*_behind(learner, serving), *_of_little_use(learner)]):
         return Health("attention", " ".join(remarks))
     if not problems:
-        warnings = len(learner.warnings) if learner is not None else 0
+        warnings = len(serving.warnings) + (len(learner.warnings) if learner is not None else 0)
         counted = f", with {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
         return Health("well", f"All is well{counted}.")
     return Health(

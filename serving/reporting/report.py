@@ -93,6 +93,10 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     """Its id in the fleet; None where it follows the learner of its state directory."""
     follow_lag_seconds: float | None = None
     """For how long there has been a version in the object store that is not here; None as `server`."""
+    skew: dict[str, float] = {}
+    """Population stability index of features of requests against events of training, of the 20 largest."""
+    warnings: list[str] = []
+    """One sentence while features of requests have drifted."""
     model_problem: str | None = None
     """One sentence when the served model fails on every input."""
     problems: list[str] = []

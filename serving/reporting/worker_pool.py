@@ -108,6 +108,11 @@ class WorkerPool:
             stream=_stream([report.stream for report in reports.values() if report.stream is not None]),
             server=_first(reports, "server"),
             follow_lag_seconds=_first(reports, "follow_lag_seconds"),
+            skew={
+                name: max(report.skew.get(name, 0.0) for report in reports.values())
+                for name in dict.fromkeys(name for report in reports.values() for name in report.skew)
+            },
+            warnings=list(dict.fromkeys(sentence for report in reports.values() for sentence in report.warnings)),
             model_problem=_first(reports, "model_problem"),
             problems=problems,
         )

@@ -466,6 +466,8 @@ def test_metrics_have_the_promised_names(running, body_of):
         "anabranch_serving_queue_row_seconds_total",
         "anabranch_serving_version",
         "anabranch_serving_freshness_duration_seconds",
+        "anabranch_serving_input_psi",
+        "anabranch_serving_drifted_input_psi",
         "anabranch_serving_shadow_rows_total",
         "anabranch_serving_shadow_disagreement_total",
         "anabranch_serving_swaps_total",

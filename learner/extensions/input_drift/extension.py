@@ -42,6 +42,12 @@ from anabranch.learner.status.report import InputReport
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.train.step_result import StepResult
 
+
+def remove_reference(state_dir: Path) -> None:
+    """Let servers compare nothing: what they would compare requests with is no longer written. Raises OSError."""
+    (state_dir / FILE).unlink(missing_ok=True)
+
+
 PREDICTIONS = "predictions"
 _PART = 400
 """Of the time of steps inputs take 1 / `_PART` at most, and predictions as much."""

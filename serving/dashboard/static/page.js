@@ -556,7 +556,7 @@ function renderFacts() {
     ...(baseline ? [["Baseline reported", ago(baseline.time)]] : []),
     ["Swaps", `${count(swaps)}, ${count(refused)} refused`],
     ...(shadow ? [["Shadow", shadow.failed ?? (shadow.rows ? `version ${shadow.version} disagrees by ${score(shadow.disagreement)}, over ${count(shadow.rows)} rows` : `version ${shadow.version}, nothing compared yet`)]] : []),
-    ...(learner?.warnings ?? []).map((warning) => ["Warning", warning]),
+    ...[...(learner?.warnings ?? []), ...(serving?.warnings ?? [])].map((warning) => ["Warning", warning]),
   ];
   for (const [id, facts] of [["training", training], ["state", state]]) {
     patchChildren($(id), facts.flatMap(([name, fact, help]) => [element("dt", {}, help ? element("span", { "data-help": help }, name) : name), element("dd", {}, fact)]));

@@ -23,6 +23,7 @@ from anabranch.learner.status.report import (
     BackfillReport,
     DeviceHealthReport,
     DeviceSharingReport,
+    InputReport,
     LabelReport,
     LearnerReport,
     PartitionReport,
@@ -249,11 +250,19 @@ def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
         assert sentence in shown
 
 
+def test_inputs_with_the_largest_psi_are_shown(config):
+    inputs = InputReport(psi={"fee": 0.02, "amount": 0.314, "country": 0.1, "age": 0.01}, drifted=["amount"])
+    reports.write_report(config.state_dir, learner_report(inputs=inputs))
+    assert "inputs 1 drift; the largest PSI: amount 0.31, country 0.10, fee 0.02" in screen(config)
+
+
 def test_a_warning_is_shown_and_is_no_problem(config):
     warning = "the teacher at http://models:8000 cannot be reached"
     reports.write_report(config.state_dir, learner_report(problems=[], warnings=[warning]))
-    anabranch.serving.reporting.report.write_report(config.state_dir, serving_report(problems=[]))
+    skew = "request feature amount has drifted: PSI 0.31 against events of training"
+    anabranch.serving.reporting.report.write_report(config.state_dir, serving_report(problems=[], warnings=[skew]))
     assert f"warning: {warning}" in screen(config)
+    assert f"warning: {skew}" in screen(config)
     assert read_status(config).exit_code() == Exit.DONE
 
 

@@ -165,3 +165,16 @@ def test_answers_of_workers_are_added_up_and_their_counts_once(tmp_path):
     assert joined.stream == AnswersReport(
         topics=["in"], output="out", partitions=3, messages={"answered": 70}, per_second=14.0, lag=7, p50_seconds=0.25
     )
+
+
+def test_the_skew_of_workers_is_the_largest_and_a_warning_is_said_once(tmp_path):
+    pool = WorkerPool(tmp_path, 2)
+    for number, skew in enumerate([{"amount": 0.3, "fee": 0.1}, {"amount": 0.2, "country": 0.1}]):
+        report = ServingReport(
+            pid=number, started=0, time=1, address="http://127.0.0.1:1", ready=True, skew=skew, warnings=["amount"]
+        )
+        pool.write(number, report)
+    joined = pool.joined(1, 0.0)
+    assert joined is not None
+    assert joined.skew == {"amount": 0.3, "fee": 0.1, "country": 0.1}
+    assert joined.warnings == ["amount"]

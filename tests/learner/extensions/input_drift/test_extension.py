@@ -12,7 +12,7 @@ import torch
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.evaluate.input_drift import FILE, InputReference
-from anabranch.learner.extensions.input_drift.extension import InputDrift
+from anabranch.learner.extensions.input_drift.extension import InputDrift, remove_reference
 from anabranch.learner.model.task import Classification, MultiLabel, Regression
 from anabranch.learner.settings.learner import DriftSettings
 from anabranch.learner.stream.batch import Batch
@@ -218,7 +218,8 @@ def test_the_reference_is_in_the_state_directory(tmp_path):
     found = InputReference.decode((tmp_path / FILE).read_bytes())
     assert found is not None
     assert [each.name for each in found.columns] == ["amount", "country", "fee"]
-    (tmp_path / FILE).unlink()
+    remove_reference(tmp_path)
+    remove_reference(tmp_path)
     (tmp_path / FILE).mkdir()
     for _ in range(4):
         drift.run_if_due()
