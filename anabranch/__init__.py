@@ -12,16 +12,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anabranch.api.learner import Learner as Learner
     from anabranch.api.replay_buffer import ReplayBuffer as ReplayBuffer
     from anabranch.api.schema import Schema as Schema
     from anabranch.core.errors import AnabranchError as AnabranchError
 
 _MODULES = {
     "AnabranchError": "core.errors",
+    "Learner": "api.learner",
     "ReplayBuffer": "api.replay_buffer",
     "Schema": "api.schema",
 }
-__all__ = ["AnabranchError", "ReplayBuffer", "Schema"]
+__all__ = ["AnabranchError", "Learner", "ReplayBuffer", "Schema"]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ import torch
 
 from anabranch.commands.backtest.batches import Numbering
 from anabranch.commands.backtest.delayed_labels import POLICIES, DelayedRun, LabelDelay, Policy
-from anabranch.commands.backtest.training import BacktestTraining
+from anabranch.commands.backtest.runs import training_of
 from anabranch.config.loader import load_config
 from anabranch.ingest.events.block import IDENTITY_COLUMNS, Array
 from anabranch.ingest.events.identity import mix
@@ -98,7 +98,7 @@ def log_loss(columns: Mapping[str, Array], policy: Policy, seed: int) -> float:
     with contextlib.ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (path / "benchmark_models.py").write_bytes(Path(models.__file__).read_bytes())
-        training = BacktestTraining(_spec(path, columns, seed), torch.device("cpu"), "flights", stack)
+        training = training_of(_spec(path, columns, seed), torch.device("cpu"), "flights", stack)
         run, numbering = DelayedRun(training, "none", policy, _delay()), Numbering()
         for batch in _batches(columns):
             run.add(numbering.add(batch), {})

@@ -141,12 +141,16 @@ class EventReader:
             if column is None:
                 return None
             columns[f"feature.{feature.name}"] = column
-        label = _labels(self._schema.label, arrays.get(self._schema.path(self._schema.label.name)[-1]))
+        rows = len(next(iter(columns.values())))
+        given = arrays.get(self._schema.path(self._schema.label.name)[-1])
+        if given is None:
+            label: Array | None = np.full(rows, self._schema.label.missing, self._schema.label.dtype)
+        else:
+            label = _labels(self._schema.label, given)
         if label is None:
             return None
-        rows = len(label)
-        columns |= {"label": label, "labelled": np.ones(rows, np.bool_), "weight": np.ones(rows, np.float32)}
-        return columns
+        known = np.full(rows, given is not None)
+        return {**columns, "label": label, "labelled": known, "weight": np.ones(rows, np.float32)}
 
     def _decoded(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
         rows = rows_of(arrays)
@@ -193,9 +197,9 @@ def _all_finite(column: NDArray[Any]) -> bool:
     return bool(np.isfinite(column).all())
 
 
-def _labels(label: Label, array: NDArray[Any] | None) -> Array | None:
+def _labels(label: Label, array: NDArray[Any]) -> Array | None:
     """Return the column of labels, those of a class as int64; None where the decoder has to see each."""
-    if array is None or array.ndim != 1 or not len(array):
+    if array.ndim != 1 or not len(array):
         return None
     if label.classes is None:
         with np.errstate(over="ignore"):

@@ -27,6 +27,7 @@ from anabranch.ingest.events import schema as events
 from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.learner.checkpoints.part_formats import STORE
+from anabranch.replay.background_store import BackgroundStore
 from anabranch.replay.build import build_store
 from anabranch.replay.row_layout import RowLayout
 from anabranch.replay.settings import DiskSettings, ReplaySettings
@@ -41,6 +42,7 @@ _OF_A_LEARNER = ("loss", "agreement", "similar", "diverse", "distinct")
 """Policies that need what the steps of a learner compute."""
 _FREE_SLOTS = 4096
 """Slots of a file beyond those of events, for such as are replaced between two calls of `save`."""
+_AFTER_ALL_STEPS = 2**40
 _AT_ONCE = 256
 """Events that a dataset samples at once where it yields single ones."""
 
@@ -84,10 +86,15 @@ class ReplayBuffer:
             AnabranchError: an argument is wrong, or the events in `path` cannot be used.
         """
         values = {**(settings or {}), "capacity": capacity, "admission": admission, "sampling": sampling}
-        self.settings = checked(ReplaySettings, "replay", values, "ReplayBuffer")
+        found = checked(ReplaySettings, "replay", values, "ReplayBuffer")
+        if path is None and not found.slower and "device_bytes" not in found.model_fields_set:
+            found = found.model_copy(update={"device_bytes": ByteSize(2**62)})  # as many as `capacity` needs
+        self.settings = found
         """The keys of `[replay]`."""
         self._seed = seed
         self._store: Store | None = None
+        self._of_learner: BackgroundStore | None = None
+        """The store of the learner that has this buffer."""
         self._step = 0
         self._numbering = Numbering()
         self._schema, self._reader = schema, None if schema is None else EventReader(schema)
@@ -113,6 +120,8 @@ class ReplayBuffer:
             AnabranchError: a column is missing, or has a value that the schema does not allow; none is added. With
                 `path`, also where the disk cannot be written.
         """
+        if self._of_learner is not None:
+            raise SettingsError("the buffer is that of a learner, which adds the events that it learns")
         if self._reader is None:
             columns = self._plain(arrays_of(data))
         else:
@@ -179,10 +188,11 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         """Return the number of events."""
-        if self._store is None:
+        if self._store is None and self._of_learner is None:
             return 0
-        self._store.flush_pending()
-        return len(self._store)
+        store = self._opened()
+        store.flush_pending()
+        return len(store)
 
     def __enter__(self) -> Self:
         return self
@@ -200,10 +210,10 @@ class ReplayBuffer:
             raise SettingsError(f"sample({n}): the number of events has to be 1 or more")
         store, schema = self._opened(), self._schema
         assert schema is not None
-        store.plan_blocks(self._step, [[(self._step, n)]])
-        found = store.planner.sample(self._step, n)
+        if self._of_learner is None:
+            store.plan_blocks(self._step, ())  # removes events whose rows are lost
+        found = store.planner.fetch(store.planner.plan([(self._step, n)])[0])
         self._step += 1
-        assert found is not None
         columns = {feature.name: found.columns[f"{_FEATURE}{feature.name}"] for feature in schema.features}
         if self._reader is not None:
             columns[schema.label.name] = found.columns["label"]
@@ -213,12 +223,13 @@ class ReplayBuffer:
 
     def _resume(self, saved: SavedState) -> None:
         """Go on with what is saved, if anything is."""
-        found, facts = saved.newest(), saved.facts()
-        if found is None or facts is None:
+        found = saved.newest()
+        if found is None:
             make_way(STORE.folder(self._folder))
             if self._schema is not None:
                 self._opened()
             return
+        facts = saved.facts_of(found)
         schema = Schema(facts["schema"])
         if self._schema is None:
             self._schema, self._reader = schema, None if facts["plain"] else EventReader(schema)
@@ -227,7 +238,23 @@ class ReplayBuffer:
         self._step, self._numbering = found.step, Numbering(facts["next"])
         self._store = self._build(self._schema, contents=saved.contents(found))
 
+    def _give_to(self, store: BackgroundStore, schema: events.Schema) -> None:
+        """Be the buffer of a learner: the events of its store, sampled as they are here."""
+        self._of_learner, self._schema, self._reader = store, schema, EventReader(schema)
+        self._step = _AFTER_ALL_STEPS  # other random numbers than those of steps
+
+    def _check_unused(self) -> None:
+        """Raise SettingsError unless a learner may take this buffer."""
+        if self._path is not None:
+            raise SettingsError(
+                "the events of a learner's buffer are saved with it: leave out its path, and call Learner.save"
+            )
+        if self._store is not None or self._of_learner is not None:
+            raise SettingsError("the buffer has events or a learner already: give each learner an empty one")
+
     def _opened(self) -> Store:
+        if self._of_learner is not None:
+            return self._of_learner.flush()
         if self._store is None:
             assert self._schema is not None
             self._store = self._build(self._schema)
@@ -237,10 +264,7 @@ class ReplayBuffer:
         self._check(schema)
         settings, secret = self.settings, StreamSecret.fixed(self._seed).number("replay")
         row_bytes = RowLayout(schema.payload()).row_bytes
-        if self._path is None:
-            if not settings.slower and "device_bytes" not in settings.model_fields_set:
-                settings = settings.model_copy(update={"device_bytes": ByteSize(2**62)})  # as many as `capacity` needs
-        elif settings.disk is None:
+        if self._path is not None and settings.disk is None:
             slots = settings.capacity + settings.capacity // 4 + _FREE_SLOTS
             size = DiskSettings(bytes=ByteSize(PAGE + slots * DiskTier.bytes_of(row_bytes)))
             settings = settings.model_copy(update={"disk": size})

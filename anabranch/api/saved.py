@@ -48,20 +48,21 @@ class SavedState:
                 ) from exc
             self._checkpoints = Checkpoints(path / "checkpoints", "", generation)
             self._checkpoints.storage.clean()
-            self._number = self._checkpoints.highest()
+            self.number = self._checkpoints.highest()
+            """Of the last checkpoint."""
             self.close = stack.pop_all().close
 
-    def facts(self) -> dict[str, Any] | None:
-        """Return what `write` was given as facts; None where nothing is saved.
+    @staticmethod
+    def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
+        """Return what `write` was given as facts."""
+        return dict(checkpoint.state[_FACTS])
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest intact checkpoint; None where nothing is saved.
 
         Raises:
             SettingsError: something else has saved itself there, or nothing that is intact.
         """
-        found = self.newest()
-        return None if found is None else dict(found.state[_FACTS])
-
-    def newest(self) -> Checkpoint | None:
-        """Return the newest intact checkpoint; None where nothing is saved. Raises as `facts`."""
         try:
             found = self._checkpoints.newest()
         except OSError as exc:
@@ -86,6 +87,8 @@ class SavedState:
         store: Store | None = None,
         tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
         state: Mapping[str, Any] | None = None,
+        *,
+        last: bool = False,
     ) -> None:
         """Write a checkpoint, completely or not at all, and remove old ones.
 
@@ -95,23 +98,24 @@ class SavedState:
             store: whose events are in it.
             tensors: by part.
             state: further plain values.
+            last: whether the next one may be written elsewhere, and so has all events.
 
         Raises:
             DependencyError: it cannot be written; the last one stays.
         """
-        self._number += 1
-        captured = None if store is None else store.begin_snapshot(self._number)
+        self.number += 1
+        captured = None if store is None else store.begin_snapshot(self.number)
         numbers, written, segments = self._checkpoints.numbers(), False, self._segments
         oldest = min(numbers, default=None)
         try:
             parts = []
             if captured is not None:
                 packed, segments = pack(
-                    *captured.contents([*numbers, self._number][-_KEPT:][0]), segments, self._checkpoints
+                    *captured.contents([*numbers, self.number][-_KEPT:][0]), segments, self._checkpoints
                 )
                 parts.append(packed)
             values = {**(state or {}), _FACTS: {**facts, "kind": self._kind}}
-            self._checkpoints.write(self._number, complete(step, tensors or {}, values, parts), HOST_CLOCK.now())
+            self._checkpoints.write(self.number, complete(step, tensors or {}, values, parts), HOST_CLOCK.now())
             written, self._segments = True, segments
             if captured is not None:
                 captured.mark_named()
@@ -121,4 +125,4 @@ class SavedState:
             raise DependencyError(f"{self._path} cannot be written: {why}") from exc
         finally:
             if store is not None:
-                store.end_snapshot(oldest, written=written)
+                store.end_snapshot(oldest, written=written and not last)

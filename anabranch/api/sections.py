@@ -12,7 +12,7 @@ _Section = TypeVar("_Section", bound=BaseModel)
 
 
 def checked(kind: type[_Section], section: str, values: Mapping[str, Any] | BaseModel, origin: str) -> _Section:
-    """Return the settings of a section, such as `schema`; `origin`: what takes the values, such as `Schema`.
+    """Return the settings of a section, such as `schema`, or of all where it is empty; `origin`: what takes them.
 
     Raises:
         SettingsError: a key or a value is wrong; the sentence is that of a file's.
@@ -20,8 +20,9 @@ def checked(kind: type[_Section], section: str, values: Mapping[str, Any] | Base
     try:
         return kind.model_validate(values)
     except ValidationError as exc:
-        document: dict[str, Any] = {section: values}
-        found = [{**error, "loc": (section, *error["loc"])} for error in sorted(exc.errors(), key=rank)]
+        document: Any = {section: values} if section else values
+        above = (section,) if section else ()
+        found = [{**error, "loc": (*above, *error["loc"])} for error in sorted(exc.errors(), key=rank)]
         errors = explained(document, found)  # type: ignore[arg-type] # of the same keys
         first = key_of(document, errors[0])
         same_key = [error for error in errors if key_of(document, error) == first]

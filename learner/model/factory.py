@@ -60,6 +60,11 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
     build = _imported("model.factory", factory, folder)
     with _users_code(f'model.factory = "{factory}" fails with model.args = {dict(args)}', memory_too=True):
         model = build(**_with_folder(build, args, folder))
+    return _checked(factory, model)
+
+
+def _checked(factory: str, model: object) -> nn.Module:
+    """Return what a factory has returned; raises ModelError unless it is a module whose weights have their shapes."""
     if not isinstance(model, nn.Module):
         raise ModelError(f'model.factory = "{factory}" returned {type(model).__name__}, not a torch.nn.Module')
     check_uncompiled(factory, model)
@@ -136,18 +141,24 @@ def build_on_device(
     device: torch.device,
     schema: Schema | None = None,
     precision: str = "fp32",
+    built: nn.Module | None = None,
 ) -> nn.Module:
     """Build the model of `[model]` on a device, with all of `converters`, and decide which tensors are trained.
 
     With a schema the model takes raw features, and has what is learned of them; without, it takes what its own
-    `forward` does.
+    `forward` does. `built`: a module in place of what the factory returns.
 
     Raises:
         ModelError: as `build_model` and the converters, or an attribute is a view of a frozen weight.
         SettingsError: as the converters.
     """
-    model = build_model(settings.factory, settings.args, folder)
-    model = convert(model, converters(settings, precision), ModelContext(device, schema, settings.embedding))
+    if built is None:
+        built = build_model(settings.factory, settings.args, folder)
+    model = convert(
+        _checked(settings.factory, built),
+        converters(settings, precision),
+        ModelContext(device, schema, settings.embedding),
+    )
     decide_trained_set(model)
     check_views(model)
     return model

@@ -39,14 +39,19 @@ Stage = Literal["task", "factory", "embedding", "output", "strategy", "steps"]
 log = logging.getLogger(__name__)
 
 
-def build_training_setup(deployment: PipelineSettings, device: torch.device, group: int = 0) -> TrainingSetup:
-    """Build and check the training setup of a rank; each row group has other random numbers from then on."""
+def build_training_setup(
+    deployment: PipelineSettings, device: torch.device, group: int = 0, built: nn.Module | None = None
+) -> TrainingSetup:
+    """Build and check the training setup of a rank; each row group has other random numbers from then on.
+
+    `built`: a module in place of what the factory of `[model]` returns.
+    """
     schema = Schema(deployment.events, deployment.stream.labels)
     if deployment.learner.deterministic:
         compute_deterministically()
     precision = choose_precision(deployment.learner.precision, device)
     precision.configure()
-    task, model = build_task_and_model(deployment, schema, device, precision.name, group)
+    task, model = build_task_and_model(deployment, schema, device, precision.name, group, built=built)
     return complete_setup(deployment, schema, task, model, device, precision)
 
 
@@ -57,13 +62,17 @@ def build_task_and_model(
     precision: str = "fp32",
     group: int = 0,
     begin: Callable[[Stage], object] = bool,
+    built: nn.Module | None = None,
 ) -> tuple[Task, nn.Module]:
-    """Return the task, and the model as its factory and the settings make it; `begin` gets each stage before that."""
+    """Return the task, and the model as its factory and the settings make it; `begin` gets each stage before that.
+
+    `built`: a module in place of what the factory returns.
+    """
     seed_rng(deployment.seed + group, python=deployment.learner.mesh is not None)
     begin("task")
     task = make_task(deployment.model.task, deployment.folder)
     begin("factory")
-    return task, build_on_device(deployment.model, deployment.folder, device, schema, precision)
+    return task, build_on_device(deployment.model, deployment.folder, device, schema, precision, built)
 
 
 def complete_setup(

@@ -31,6 +31,7 @@ from anabranch.commands.backtest.runs import (
     BacktestPoint,
     BacktestRun,
     LabelledRun,
+    training_of,
     without_replay,
 )
 from anabranch.commands.backtest.training import BacktestTraining, without_teacher
@@ -139,7 +140,7 @@ def run_backtest(
         held_out = _held_out(spec)
         result = BacktestResult("absolute error" if schema.label.classes is None else "accuracy")
         with contextlib.ExitStack() as stack:
-            training = partial(BacktestTraining, device=device, name=path.name, stack=stack)
+            training = partial(training_of, device=device, name=path.name, stack=stack)
             runs = _runs(config, spec, training, label_time, compare=compare)
             envelope = config.pipeline.stream.envelope
             source = stack.enter_context(open_source(path, kind, delimiter, schema, checked=True, envelope=envelope))

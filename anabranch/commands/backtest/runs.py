@@ -3,9 +3,12 @@
 Legend: B events of a batch.
 """
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import torch
 
 from anabranch.commands.backtest.batches import batch_of
 from anabranch.commands.backtest.training import BacktestTraining
@@ -14,6 +17,8 @@ from anabranch.learner.evaluate.outcomes import TaskMeasures
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.settings.strategies import StrategySettings
+from anabranch.learner.strategies.early_negatives import ImportanceWeights
+from anabranch.learner.train.build import build_training_setup
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,15 @@ class LabelledRun:
         rows = len(batch)
         self.training.take(batch)
         self.score.add(rows)
+
+
+def training_of(
+    spec: PipelineSettings, device: torch.device, name: str, stack: contextlib.ExitStack
+) -> BacktestTraining:
+    """Return the training of a run of all settings; `name`: of the file, for logs; `stack`: closes the store."""
+    # Whatever `[stream.labels]` says, a run may train on events before their label comes.
+    setup = replace(build_training_setup(spec, device), loss_wrappers=[ImportanceWeights()])
+    return BacktestTraining(spec, setup, name, stack)
 
 
 def without_replay(spec: PipelineSettings) -> PipelineSettings:

@@ -5,10 +5,11 @@ Legend: B events of a batch.
 
 import contextlib
 import threading
-from dataclasses import replace
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from prometheus_client import CollectorRegistry
+from torch import Tensor
 
 from anabranch.core.stream_secret import StreamSecret
 from anabranch.ingest.events.partition import TopicPartition
@@ -22,14 +23,14 @@ from anabranch.learner.loop.stored_events import build_pipeline_store
 from anabranch.learner.model.rng import GeneratorStates
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.status.metrics import LearnerMetrics
-from anabranch.learner.strategies.early_negatives import ImportanceWeights
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.ledger import Ledger
-from anabranch.learner.train.build import build_training_setup
+from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.step_result import StepResult
 from anabranch.learner.train.trainer import Trainer
 from anabranch.replay.background_store import BackgroundStore
 from anabranch.replay.metrics import ReplayMetrics
+from anabranch.replay.snapshot import StoreSnapshot
 
 
 class BacktestTraining:
@@ -38,38 +39,44 @@ class BacktestTraining:
     There are no checkpoints, and no lag: a file does not grow.
     """
 
-    def __init__(self, spec: PipelineSettings, device: torch.device, name: str, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        spec: PipelineSettings,
+        setup: TrainingSetup,
+        name: str,
+        stack: contextlib.ExitStack,
+        contents: StoreSnapshot | None = None,
+    ) -> None:
         """Build it; with the same seed each starts from the same weights.
 
         Args:
             spec: all settings.
-            device: of the model.
+            setup: what it trains with.
             name: of the file, for logs.
             stack: closes the store.
+            contents: of the store; None: it starts empty. Otherwise `restore` is called before the first step.
         """
-        setup = build_training_setup(spec, device)
-        # Whatever `[stream.labels]` says, a run may train on events before their label comes.
-        self.setup = setup = replace(setup, loss_wrappers=[ImportanceWeights()])
+        self.setup, device = setup, setup.device
         self.trainer = Trainer(setup)
         self.spec, self.batch_size = spec, spec.learner.batch_size
         registry = CollectorRegistry()
         metrics, timer = LearnerMetrics(registry), ReplayMetrics(registry).sample
         self._names = [TopicPartition(name, 0)]
-        state = StepState(Ledger())
+        self.state = state = StepState(Ledger())
         state.ledger.add_partition(self._names[0], 0)
-        store: BackgroundStore | None = None
+        self.store: BackgroundStore | None = None
+        """The stored events; None where the strategy replays none."""
         if setup.strategy.kind.replays:
-            kept = build_pipeline_store(spec, setup, 1, _secret(spec), in_memory=True)
-            store = BackgroundStore(kept, in_background=device.type != "mps")
-            stack.callback(store.close)
+            kept = build_pipeline_store(spec, setup, 1, _secret(spec), contents=contents, in_memory=True)
+            self.store = BackgroundStore(kept, in_background=device.type != "mps")
+            stack.callback(self.store.close)
         self._holdout = HoldoutSet(setup.schema, spec.gate.holdout_rows, _secret(spec).number("held-out events"))
-        self.monitor = StreamMonitor(spec.learner, setup.schema)
-        replay = make_feed(store, spec.learner, 1, self.monitor, self._holdout, self.trainer, timer)
+        self.monitor = monitor = StreamMonitor(spec.learner, setup.schema)
+        self.replay = replay = make_feed(self.store, spec.learner, 1, monitor, self._holdout, self.trainer, timer)
         memory = MemoryRetry(device, threading.Event())
-        self.step = LearningStep(
-            self.trainer, self.monitor, replay, self._holdout, [replay.raised], state, metrics, memory
-        )
-        replay.prefetch(0)
+        self.step = LearningStep(self.trainer, monitor, replay, self._holdout, [replay.raised], state, metrics, memory)
+        if contents is None:
+            replay.prefetch(0)
         self._generators = GeneratorStates(device)
 
     def take(self, batch: Batch) -> StepResult | None:
@@ -81,6 +88,29 @@ class BacktestTraining:
         self.step.raising_events.clean_holdout()
         self._generators = GeneratorStates(self.trainer.device)
         return taken[0].result if taken else None
+
+    def capture(self) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
+        """Return a copy of all state but the store's, between two steps: tensors by part, and plain values."""
+        self._generators.restore()
+        tensors = self.trainer.tensors()
+        tensors["rng"], rng = self.trainer.generators()
+        rows = self.state.rows_new, self.state.rows_replay
+        parts = {"monitor": self.monitor.state(), "replay_feed": self.replay.state(), **self.replay.output_shapes}
+        return tensors, {"trainer": self.trainer.state(), "rng": rng, "rows": rows, **parts}
+
+    def restore(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Restore what `capture` returned after a step, before the first one.
+
+        Raises:
+            CheckpointError: it does not fit the model, the optimizer or the strategy.
+        """
+        self.trainer.restore(tensors, state["trainer"])
+        self.monitor.restore(state["monitor"])
+        self.replay.restore(state["replay_feed"])
+        self.state.steps, (self.state.rows_new, self.state.rows_replay) = step, state["rows"]
+        self.trainer.restore_generators(tensors["rng"], state["rng"])
+        self._generators = GeneratorStates(self.trainer.device)
+        self.replay.prefetch(self.state.steps)
 
     @property
     def problem(self) -> str | None:
