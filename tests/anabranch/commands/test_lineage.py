@@ -148,7 +148,7 @@ def test_what_an_older_release_did_not_record_is_unknown(config, publish):
 def test_the_origin_in_a_manifest_keeps_its_form(publish):
     versions = publish(5)
     document = json.loads((versions.directory(5) / "manifest.json").read_bytes())
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert document["origin"] == {
         "seed": 7,
         "settings": {"learner.batch_size": 64},
