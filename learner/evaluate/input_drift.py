@@ -49,6 +49,7 @@ _FACTOR, _FADES = 3.0, 0.99
 """A PSI is unusual from this factor on; what was usual fades with each window."""
 _SIGMAS = 6.0
 """How far beyond chance a PSI has to be: a false alarm in 10^9 comparisons."""
+_TINY = float(np.finfo(np.float64).tiny)
 _MOVED = 0.5
 """Mass that has moved into one group, after which the bins no longer fit."""
 _NAMED = 3
@@ -258,7 +259,10 @@ def _fit(values_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]
     ranks = np.ceil(np.arange(1, _EDGES + 1) / (_EDGES + 1) * len(ordered)).astype(np.int64) - 1
     quantiles, times = np.unique(ordered[ranks], return_counts=True)
     frequent = quantiles[times > 1]
-    edges = np.unique(np.concatenate([quantiles, np.nextafter(frequent, np.inf)]))
+    with np.errstate(over="ignore"):  # what follows the largest number is infinity
+        # The learner's thread takes denormal numbers for 0, a server does not: no edge may be one.
+        following = np.where(np.abs(frequent) <= _TINY, _TINY, np.nextafter(frequent, np.inf))
+    edges = np.unique(np.concatenate([quantiles, following]))
     mass = np.bincount(np.searchsorted(edges, ordered, side="right"), minlength=len(edges) + 1) / len(ordered)
     own = np.r_[False, np.isin(edges, frequent)] & (mass >= _OWN)
     ends, sum_ = list[int](), 0.0

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import ks_2samp
 
@@ -80,6 +81,21 @@ def test_what_is_the_same_has_no_psi_and_what_is_new_has_much(before, after):
     assert compared.missing[0] == np.isnan(rows[1]).mean()
 
 
+def test_zeros_are_counted_alike_where_denormal_numbers_are_taken_for_0():
+    found = reference_of(np.zeros(1000))
+    numbers = np.array([[0.0] * 10 + [0.5] * 5 + [-0.5] * 2])
+    before = found.count(numbers)
+    assert sorted(before[0][before[0] > 0]) == [2, 5, 10]
+    torch.set_flush_denormal(True)
+    try:
+        again = reference_of(np.zeros(1000))
+        assert (again.count(numbers) == before).all()
+        assert (again.edges == found.edges).all()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@example([1.7976931348623157e308] * 3, [0.0])
 @given(
     st.lists(
         st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.sampled_from([0.0, 1.0, -0.0])),
