@@ -20,6 +20,7 @@ QUICK_MINUTES = {
     "backfill": 0.7,
     "replay": 1.2,
     "features": 1.5,
+    "calibration": 2.0,
     "serving": 2.0,
     "learner": 2.0,
     "mirror": 2.5,

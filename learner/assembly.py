@@ -34,6 +34,7 @@ from anabranch.learner.device.cuda_limits import confined, prepare_cuda, using_d
 from anabranch.learner.device.out_of_memory import MemoryRetry, oom_warning
 from anabranch.learner.device.visible_devices import leave_out_unusable
 from anabranch.learner.evaluate.baselines import Baselines
+from anabranch.learner.evaluate.calibration import AnswerLearner
 from anabranch.learner.evaluate.event_time import EventTimePredictor
 from anabranch.learner.evaluate.holdout import HoldoutSet
 from anabranch.learner.evaluate.scoring import Scorer
@@ -351,7 +352,7 @@ class Assembly:
         )
         if self._search is not None and not spec.learner.deterministic:  # it would then depend on clocks
             self._search.is_behind = lambda: lag.behind
-        monitor = StreamMonitor(settings, self.setup.schema)
+        monitor = StreamMonitor(settings, self.setup.schema, keep_outputs=spec.task.learns)
         late, mirror = self._open_late_labels(lag, resumed, monitor.baselines), self._open_mirror(written)
         self.extensions = tuple(each for each in (*self._extensions(late), mirror) if each is not None)
         checkpointer = self._build_checkpointer(resumed, store, checkpoints)
@@ -432,8 +433,8 @@ class Assembly:
             self._undo.number,
             self._undo.excluded if self._storage is None else contextlib.nullcontext,
         )
-        verdicts = self._metrics.learner.gate_verdicts
-        return Publisher(writer, self._gate, spec.versions, verdicts, self._check, self.extensions)
+        verdicts, answering = self._metrics.learner.gate_verdicts, AnswerLearner(spec.task, setup.schema.label.one_of)
+        return Publisher(writer, self._gate, spec.versions, verdicts, self._check, self.extensions, answering)
 
     def _build_checkpointer(
         self, resumed: ResumePoint, store: BackgroundStore | None, checkpoints: Checkpoints

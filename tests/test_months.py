@@ -207,9 +207,9 @@ class RandomScorer:
     def score(self, weights, columns):
         return (self._dice.random(len(columns.get("label", ()))) < float(weights["right"])).astype(np.float64)
 
-    def score_and_find(self, weights, columns):
+    def score_and_find(self, weights, columns, rule=None):
         scores = self.score(weights, columns)
-        return EventScores(scores, np.empty((len(scores), 0), np.float32), np.empty(0, np.uint64))
+        return EventScores(scores, np.empty((len(scores), 0), np.float32), np.empty(0, np.uint64), rule)
 
     def seconds(self):
         return 0.0

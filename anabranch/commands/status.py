@@ -254,6 +254,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     newest = "none yet" if report.version is None else str(report.version)
     table.add_row("version", f"{newest}, {report.versions_published:,} published, {report.publish_skipped:,} skipped")
     table.add_row("gate", _gate(report))
+    if report.answers:
+        table.add_row("answers", report.answers)
     if report.canary is not None:
         table.add_row("canary", _canary(report.canary))
     for name, numbers in report.extensions.items():

@@ -163,6 +163,8 @@ def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
     teacher, unlabelled = pipeline.model.teacher, pipeline.stream.unlabelled
     for key, sentence in teacher_conflicts(teacher, unlabelled, pipeline.events.features):
         yield tuple(key.split(".")), sentence
+    for key, sentence in pipeline.task.conflicts(pipeline.model.task, pipeline.events.label.classes):
+        yield ("task", key), sentence
     if pipeline.search is not None:
         learner = pipeline.learner
         numbers = (learner.optimizer.model_extra or {}).get("momentum"), learner.max_grad_norm, pipeline.model.args

@@ -27,6 +27,7 @@ from anabranch.learner.evaluate.measures import (
     measure_of,
     measures_of,
 )
+from anabranch.learner.model.answers import LEAST, Answers
 from anabranch.learner.model.task import Classification, MultiLabel, Regression, Task
 
 _MOST_LABELS = 256
@@ -37,6 +38,8 @@ _WINDOW, _MOST_LABELLED = 5000, 100_000
 _HALF_LIFE = 50_000.0
 _WAITING, _WAITING_BYTES = 5000, 8 << 20
 """Events whose predictions are copied to the host at once, and bytes on the device that they take at most."""
+_RECENT, _RECENT_BYTES = 10_000, 8 << 20
+"""Events whose outputs are kept for a calibration, and the most bytes: of more than 209 classes these are fewer."""
 _SHARE = 250
 """Estimates take at most 1 / `_SHARE` of a processor."""
 
@@ -132,6 +135,17 @@ def _joined(parts: Sequence[Predictions]) -> Outcomes:
     return Outcomes(kind, predicted, label, np.concatenate(groups))
 
 
+def log_probabilities(parts: Sequence[Predictions]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the log-probabilities of classes `[N, C]`, and the labels `[N]`, without events that are not finite."""
+    if not parts:
+        return np.empty((0, 2), np.float32), np.empty(0, np.int64)
+    with torch.inference_mode():
+        output = torch.cat([each.float() for part in parts for each in part.outputs])
+        log_NC = output.log_softmax(dim=1).clamp_min(LEAST).cpu().numpy()
+    finite_N = np.isfinite(log_NC).all(axis=1)
+    return log_NC[finite_N], np.concatenate([part.label_B for part in parts]).astype(np.int64)[finite_N]
+
+
 def class_counts(outcomes: Outcomes, classes: int) -> NDArray[np.int64] | None:
     """Return of each class how many events have it, how many of these were found, and how often it was the answer.
 
@@ -154,7 +168,12 @@ class StreamOutcomes:
     one thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep: bool = False) -> None:
+        """`keep`: whether outputs of classes are kept as they are, from which versions learn how to answer."""
+        self._recent: deque[Predictions] | None = deque() if keep else None
+        self._recent_rows = 0
+        self.answers: Answers | None = None
+        """By which later predictions are answered; measures are of the answers. None: as the model outputs them."""
         self._waiting = deque[Predictions]()
         self._rows = self._bytes = 0
         self._window: Window | None = None
@@ -162,7 +181,7 @@ class StreamOutcomes:
 
     def add(self, new: Sequence[Predictions]) -> None:
         """Add the predictions of new events, of one kind in all calls."""
-        for each in new:
+        for each in map(self._answered, new):
             self._waiting.append(each)
             self._rows += len(each.label_B)
             self._bytes += _bytes_of(each)
@@ -175,6 +194,27 @@ class StreamOutcomes:
                 self.settle()
         if self._bytes >= _WAITING_BYTES:
             self.settle()
+
+    @property
+    def recent(self) -> tuple[Predictions, ...] | None:
+        """The outputs of the newest 10,000 events; None where they are not kept."""
+        return None if self._recent is None else tuple(self._recent)
+
+    def _answered(self, new: Predictions) -> Predictions:
+        """Return predictions as they are answered, and keep those of the model."""
+        if self._recent is None or new.kind not in ("two-classes", "classes"):
+            return new
+        outputs = [output.detach() for output in new.outputs]
+        most = min(_RECENT, _RECENT_BYTES // max(4 * output.shape[1] for output in outputs))
+        self._recent.append(new._replace(outputs=outputs))
+        self._recent_rows += len(new.label_B)
+        while self._recent_rows - len(self._recent[0].label_B) >= most:
+            self._recent_rows -= len(self._recent.popleft().label_B)
+        if self.answers is None:
+            return new
+        with torch.no_grad():
+            answers = self.answers.to(outputs[0].device)
+            return new._replace(outputs=[answers(output) for output in outputs])
 
     def settle(self) -> None:
         """Add what waits to be added."""

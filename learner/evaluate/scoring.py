@@ -26,6 +26,8 @@ from anabranch.learner.evaluate.baselines import score_of_constant
 from anabranch.learner.evaluate.chunks import Chunks
 from anabranch.learner.evaluate.holdout import YOUNG, HoldoutRows
 from anabranch.learner.evaluate.outcomes import TaskMeasures, kind_of, predicted_by
+from anabranch.learner.model.answer_rule import AnswerRule
+from anabranch.learner.model.answers import Answers
 from anabranch.learner.model.device import Precision
 from anabranch.learner.model.factory import forward
 from anabranch.learner.model.faulty_events import Check, may_be_of_events, raising, works_on_zeros
@@ -202,10 +204,12 @@ def score_each(
     chunks: Chunks | None = None,
     raised: dict[int, str] | None = None,
     predicted_GK: NDArray[np.float32] | None = None,
+    answers: Answers | None = None,
 ) -> NDArray[np.float64]:
     """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode.
 
-    The predictions of `Outcomes` are put into `predicted_GK`, unless its K is 0.
+    The predictions of `Outcomes` are put into `predicted_GK`, unless its K is 0. Both are of calibrated outputs where
+    there are `answers`.
 
     The score is NaN where the output has one, even if the task returns another, and where model or task raises: the
     error is put into `raised` by the index of the event. `chunks` keeps the size that earlier calls have found to fit.
@@ -219,7 +223,9 @@ def score_each(
 
     def check(first: int, last: int) -> None:
         with chunks.timed(last - first):
-            scores_G[first:last] = _scores(model, task, schema, columns, slice(first, last), device, predicted_GK)
+            scores_G[first:last] = _scores(
+                model, task, schema, columns, slice(first, last), device, predicted_GK, answers
+            )
 
     errors = _in_chunks(total, check, chunks)
     if errors and len(errors) == total and not works_on_zeros(_scoring(model, task), schema, device):
@@ -297,6 +303,7 @@ def _scores(
     part: slice,
     device: torch.device,
     predicted_GK: NDArray[np.float32] | None,
+    answers: Answers | None,
 ) -> NDArray[np.float32]:
     """Return the scores of a slice of the events, and put their predictions into `predicted_GK`, from one pass."""
     with torch.inference_mode():
@@ -304,6 +311,7 @@ def _scores(
         output_B = forward(model, _features(names, columns, part, device))
         label_B = torch.from_numpy(columns["label"][part]).to(device)
         with torch.autocast(device.type, enabled=False):  # the score is of the weights' own precision
+            output_B = output_B if answers is None else answers(output_B)
             score_B = task.score(output_B.float() if output_B.dtype in _HALF else output_B, label_B).float()
         score_B[output_B.reshape(len(score_B), -1).isnan().any(1)] = torch.nan
         kind = kind_of(task, schema.label.classes)
@@ -378,6 +386,8 @@ class EventScores(NamedTuple):
     """The predictions of `Outcomes`, `[G, K]`; K is 0 where the task has no measures."""
     raised: NDArray[np.uint64]
     """Hashes of the events on which the model raises."""
+    rule: AnswerRule | None = None
+    """From which the version answers; None: as the model outputs it."""
 
 
 class Scorer:
@@ -426,22 +436,30 @@ class Scorer:
         """Return the scores of G events, columns `[G, ...]`, NaN where the model raises; the weights have to fit."""
         return self.score_and_find(weights, columns).scores
 
-    def score_and_find(self, weights: Mapping[str, Tensor], columns: Mapping[str, Array]) -> EventScores:
-        """Return the scores of G events, what measures need, and the hashes of those on which the model raises."""
+    def score_and_find(
+        self, weights: Mapping[str, Tensor], columns: Mapping[str, Array], rule: AnswerRule | None = None
+    ) -> EventScores:
+        """Return the scores of G events, what measures need, and the hashes of those on which the model raises.
+
+        `rule`: by which the version answers. A class that costs or a threshold decide counts in no score.
+        """
         no_hashes = np.empty(0, np.uint64)
         predicted_GK = np.full((len(columns["label"]) if columns else 0, self.measures.columns), np.nan, np.float32)
         if not columns:
-            return EventScores(np.empty(0), predicted_GK, no_hashes)
+            return EventScores(np.empty(0), predicted_GK, no_hashes, rule)
         raised: dict[int, str] = {}
         task, device = self._task, self._chunks.device
         with self._chunks.on_stream():
             model = self._models.of(weights)
-            scores_G = score_each(model, task, self.schema, columns, device, self._chunks, raised, predicted_GK)
+            answers = None if rule is None else Answers(rule, self.schema.label.one_of).to(device)
+            scores_G = score_each(
+                model, task, self.schema, columns, device, self._chunks, raised, predicted_GK, answers
+            )
         if not raised:
-            return EventScores(scores_G, predicted_GK, no_hashes)
+            return EventScores(scores_G, predicted_GK, no_hashes, rule)
         hashes = columns["hash"].astype(np.uint64)[list(raised)]
         self.raised.append((hashes, next(iter(raised.values()))))
-        return EventScores(scores_G, predicted_GK, hashes)
+        return EventScores(scores_G, predicted_GK, hashes, rule)
 
     def fits(self, weights: Mapping[str, Tensor]) -> bool:
         """Return whether the weights are of this model."""

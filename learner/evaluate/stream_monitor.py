@@ -267,13 +267,13 @@ class Adjustments:
 class StreamMonitor:
     """Prequential score, drift and replay ratio, which all follow from the scores of a round. Used by one thread."""
 
-    def __init__(self, settings: LearnerSettings, schema: Schema) -> None:
-        """Start without measurements."""
+    def __init__(self, settings: LearnerSettings, schema: Schema, *, keep_outputs: bool = False) -> None:
+        """Start without measurements; `keep_outputs`: see `StreamOutcomes`."""
         self.bounded = bounded = schema.label.classes is not None
         """Whether scores are between 0 and 1, else they are negated errors."""
         self.baselines = Baselines(schema)
         self.prequential = Prequential(bounded=bounded, baselines=len(self.baselines.names))
-        self.outcomes = StreamOutcomes()
+        self.outcomes = StreamOutcomes(keep=keep_outputs)
         self.drift = Drift(settings.drift, bounded=bounded)
         self.ratio = make_ratio(settings, bounded=bounded)
         self.measures = settings.replay_ratio == "auto"

@@ -166,6 +166,7 @@ class LoopState(StepState):
     def snapshot(self) -> Snapshot:
         """Return what a version is made of, with a copy of the weights."""
         parts, read, weights = self._parts, self.ledger.read, self._parts.trainer.snapshot()
+        parts.monitor.outcomes.answers = parts.publisher.answering.answers
         return Snapshot(
             step=self.steps,
             weights=weights,
@@ -181,4 +182,5 @@ class LoopState(StepState):
             erasures=parts.erasure.excluded_through,
             found=dict(parts.trainer.found),
             parts=parts_in(weights),
+            recent=parts.monitor.outcomes.recent or (),
         )

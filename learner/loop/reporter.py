@@ -236,6 +236,7 @@ class Reporter:
             error={} if classification else _errors(windows),
             baselines=baselines,
             measures=self._measures(),
+            answers="" if publisher.answering.rule is None else publisher.answering.rule.sentence,
             measure=publisher.gate.choice.name,
             measure_reason=publisher.gate.choice.why,
             loss=loop.monitor.prequential.loss.windows,

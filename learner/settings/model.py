@@ -1,5 +1,5 @@
-"""The section `[model]`, with `[model.adapter]` and `[model.teacher]`, a model whose outputs the trained one, its
-student, learns from. Imports no torch."""
+"""The sections `[task]` and `[model]`, with `[model.adapter]` and `[model.teacher]`, a model whose outputs the trained
+one, its student, learns from. Imports no torch."""
 
 import math
 import re
@@ -161,6 +161,67 @@ class ModelSettings(Section):
     """What trains of a pretrained model; absent: all that the factory has not frozen."""
     teacher: TeacherSettings | None = None
     """The model whose outputs the trained model learns from besides labels; absent: none. Serving needs none."""
+
+
+Cost = Annotated[float, Field(ge=0, lt=math.inf)]
+_MOST_BIASED = 50
+"""Classes with which `platt` learns a bias for each."""
+
+
+class TaskSettings(Section):
+    """What a version answers of one class out of several: its probabilities, and the class that it decides for."""
+
+    calibrate: Literal["none", "temperature", "platt", "isotonic"] = "none"
+    """How probabilities are corrected, by the newest 10,000 events before training on them. `temperature` learns one
+    number; `platt` also a bias for each class, which `class-balanced` replay and rare classes need; `isotonic`, for two
+    classes, a rising curve."""
+    costs: tuple[Cost | tuple[Cost, ...], ...] | None = None
+    """Cost of each decision, by label and decision: the class with the least expected cost is the prediction. Two
+    numbers, of two classes: the cost of a false 1, and that of a missed 1. Absent: the most likely class."""
+    threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of two classes: probability from which the prediction is 1."""
+    alert_budget: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of two classes: fraction of the events that may have the prediction 1; each version learns the threshold from the
+    newest events."""
+
+    @model_validator(mode="after")
+    def _one_decision(self) -> Self:
+        named = [name for name in ("costs", "threshold", "alert_budget") if getattr(self, name) is not None]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} each decide the prediction; keep one of them")
+        return self
+
+    @property
+    def learns(self) -> bool:
+        """Whether versions learn from how the newest events were predicted."""
+        return self.calibrate != "none" or self.alert_budget is not None
+
+    @property
+    def cost_matrix(self) -> list[list[float]]:
+        """The costs by label and decision; empty without any."""
+        rows = [[*row] if isinstance(row, tuple) else [row] for row in self.costs or ()]
+        return [[0.0, *rows[0]], [*rows[1], 0.0]] if [len(row) for row in rows] == [1, 1] else rows
+
+    def conflicts(self, task: str, label: int | Collection[str] | None) -> Iterator[tuple[str, str]]:
+        """Yield each key that does not fit `model.task` and the classes of the label, and one sentence on it."""
+        classes = label if label is None or isinstance(label, int) else len(label)
+        given = self.calibrate != "none", self.costs, self.threshold, self.alert_budget
+        named = [name for name, value in zip(type(self).model_fields, given, strict=True) if value]
+        if task != "classification" or classes is None:
+            for name in named:
+                yield name, f'task.{name} is for model.task = "classification", and it is "{task}"; remove it'
+            return
+        of_two = [("calibrate", 'calibrate = "isotonic"', self.calibrate == "isotonic")]
+        of_two += [(name, name, getattr(self, name) is not None) for name in ("threshold", "alert_budget")]
+        for name, written_as, is_given in of_two:
+            if is_given and classes != 2:
+                out = 'write "platt"' if name == "calibrate" else "write costs"
+                yield name, f"task.{written_as} is for two classes, and schema.label has {classes}; {out}"
+        if self.calibrate == "platt" and classes > _MOST_BIASED:
+            sentence = f'task.calibrate = "platt" learns a bias for each of {_MOST_BIASED} classes at most, and schema.'
+            yield "calibrate", f'{sentence}label has {classes}; write "temperature"'
+        if self.costs is not None and [len(row) for row in self.cost_matrix] != [classes] * classes:
+            yield "costs", f"task.costs has to be {classes} rows of {classes} numbers: schema.label has as many classes"
 
 
 def teacher_conflicts(

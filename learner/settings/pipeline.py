@@ -22,7 +22,7 @@ from anabranch.learner.settings.learner import (
     VersionsSettings,
 )
 from anabranch.learner.settings.mlflow import MlflowSettings
-from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.model import ModelSettings, TaskSettings
 from anabranch.learner.settings.search import SearchSettings
 from anabranch.learner.settings.storage import StorageSettings
 from anabranch.replay.settings import ReplaySettings
@@ -78,6 +78,8 @@ class PipelineSettings(Section):
     """The fields of an event."""
     model: ModelSettings
     """The model to train and to serve."""
+    task: TaskSettings = TaskSettings()
+    """What versions answer."""
     learner: LearnerSettings = LearnerSettings()
     """The training loop."""
     replay: ReplaySettings = ReplaySettings()

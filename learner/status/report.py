@@ -457,6 +457,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence for each workaround that the learner applied and a person may change, or early warning."""
     outcomes: dict[str, int] = {}
     """Events by outcome: trained, stored_only, held_out, dead_lettered, skipped."""
+    answers: str = ""
+    """From which probabilities the newest version answers, and how it decides; empty where `[task]` says nothing."""
     skipped: Annotated[
         dict[str, int], Reported("anabranch_ingest_skipped_rows", "Skipped events by reason.", "reason")
     ] = {}

@@ -23,6 +23,7 @@ from anabranch.core.atomic_files import replace_file
 from anabranch.core.failures import DamagedError, damage_is, decoded
 from anabranch.core.files import MOST_BYTES, locked_file, read_file
 from anabranch.learner.errors import VersionError
+from anabranch.learner.model.answer_rule import AnswerRule
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.state_dir.bases import copy_base
 from anabranch.learner.state_dir.folders import MANIFEST, FolderManifest, ManifestDirectory, Storage, encode_manifest
@@ -37,7 +38,8 @@ STATE = "state.json"
 STATE_LOCK = "state.lock"
 WEIGHTS = "model.safetensors"
 VERSION_FORMAT = 2
-"""Of manifests; 1 names no measure, and 0 is that of releases before there was one, whose versions have no origin."""
+"""Of manifests; 2 names a measure and how the version answers, and 0 is that of releases before there was one, whose
+versions have no origin."""
 _MOST_KEYS = 5
 _LONGEST_KEY = 50
 """Characters of a key of `model.args` in a sentence: the manifest is untrusted."""
@@ -116,6 +118,8 @@ class Manifest(FolderManifest, frozen=True, kw_only=True):
     """The first offset that was read, by `topic:partition`; None where it is unknown."""
     erasures: int | None = None
     """The number of the last record of `erasures.log` that was applied to stored events; None where it is unknown."""
+    rule: AnswerRule | None = None
+    """From which it answers; None: as the model outputs it."""
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -277,7 +277,7 @@ class QualityGate:
             return
         if self.hold.since is not None:
             log.info("version %d may be served, after none could", number)
-        baseline = Baseline(number, weights, rows.hashes)
+        baseline = Baseline(number, weights, rows.hashes, found.rule)
         if len(rows):
             baseline.set_scores(rows.columns, found.scores, found.predicted)
         self.monitored.begin(baseline)
@@ -426,7 +426,7 @@ class QualityGate:
             log.warning("version %d %s, so that no version can be compared with it", number, other)
             return None
         weights = versions.weights(manifest)
-        return Baseline(number, weights, rows.hashes) if self.scorer.fits(weights) else None
+        return Baseline(number, weights, rows.hashes, manifest.rule) if self.scorer.fits(weights) else None
 
 
 def _has_failed(versions: Versions, number: int) -> bool:

@@ -19,6 +19,7 @@ from anabranch.core.tracing.spans import span
 from anabranch.ingest.events.position import Position
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import CopyMemoryError, VersionError
+from anabranch.learner.evaluate.calibration import AnswerLearner, Recent
 from anabranch.learner.evaluate.holdout import HoldoutRows, HoldoutSet
 from anabranch.learner.extension import Extension, overriding
 from anabranch.learner.settings.learner import VersionsSettings
@@ -65,6 +66,8 @@ class Snapshot:
     """The settings that a search has found, by key."""
     parts: int = 0
     """Of a model that grows."""
+    recent: Recent = ()
+    """How the newest events were predicted before training on them, from which the version learns how to answer."""
 
 
 class VersionPruning:
@@ -203,9 +206,10 @@ class Publisher:
         verdicts: Counter,
         check: Callable[[], object] = bool,
         extensions: Sequence[Extension] = (),
+        answering: AnswerLearner | None = None,
     ) -> None:
         """`verdicts` counts versions by verdict, and `check` is called before each is scored and written. `extensions`
-        learn of versions, or judge too."""
+        learn of versions, or judge too. `answering` learns how versions answer; None: as the model does."""
         self._versions = writer.versions
         self._writer = writer
         self.scoring = VersionScoring(gate.scorer)
@@ -226,6 +230,10 @@ class Publisher:
         self._watching = False
         self._progress: Progress | None = None
         self._newly_trained = RecordTimes()
+        self.answering = answering or AnswerLearner()
+        newest = writer.newest_manifest()
+        if newest is not None and writer.is_of_model(newest):
+            self.answering.rule = newest.rule
         self._check = check
         self._background = BackgroundWorker("publisher", check)
         self.verdict: str | None = None
@@ -352,7 +360,8 @@ class Publisher:
             # Page-locked memory goes back for the next copies: the gate keeps weights for long.
             weights = {n: each.clone() if each.is_pinned() else each.cpu() for n, each in snapshot.weights.items()}
             with span("gate") as traced:
-                found, holdout = self.scoring.score(weights, snapshot.holdout)
+                rule = self.answering.learn(snapshot.recent)
+                found, holdout = self.scoring.score(weights, snapshot.holdout, rule)
                 verdict = self.gate.judge(found, holdout)
                 traced.set_attribute("anabranch.verdict", verdict.verdict)
         except (RuntimeError, MemoryError) as exc:
@@ -361,6 +370,7 @@ class Publisher:
             return
         learned = NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist())
         manifest = self._writer.manifest(snapshot, self.scoring, self.gate.choice.name, learned)
+        manifest = msgspec.structs.replace(manifest, rule=found.rule)
         number = manifest.number
         self._check()  # scoring takes seconds, in which an undo may be ordered
         try:

@@ -17,6 +17,7 @@ from anabranch.learner.evaluate.forgetting import ForgettingState, retention_of
 from anabranch.learner.evaluate.holdout import HoldoutRows
 from anabranch.learner.evaluate.outcomes import Estimates
 from anabranch.learner.evaluate.scoring import Evaluation, EventScores, Scorer, Scores, evaluation_of, newcomers
+from anabranch.learner.model.answer_rule import AnswerRule
 from anabranch.learner.versions.verdict import Marks
 
 _SHARE = 4
@@ -40,6 +41,8 @@ class Baseline:
     weights: Mapping[str, Tensor]
     held_out: Hashes
     """The events that were held out when it was published."""
+    rule: AnswerRule | None = None
+    """From which it answers."""
     _scored: Hashes = field(default_factory=lambda: np.empty(0, np.uint64))
     _labels: Array | None = None
     _scores: Scores = field(default_factory=lambda: np.empty(0))
@@ -73,7 +76,7 @@ class Baseline:
             scores[kept], predicted[kept] = self._scores[at[same]], self._predicted[at[same]]
         if not kept.all():
             fresh = {name: column[~kept] for name, column in columns.items()}
-            scores[~kept], predicted[~kept], _ = scorer.score_and_find(self.weights, fresh)
+            scores[~kept], predicted[~kept], *_ = scorer.score_and_find(self.weights, fresh, self.rule)
         self.set_scores(columns, scores, predicted)
         return scores, predicted
 
@@ -83,7 +86,7 @@ class VersionScoring:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._newest: tuple[HoldoutRows, Mapping[str, Tensor]] | None = None
+        self._newest: tuple[HoldoutRows, Mapping[str, Tensor], AnswerRule | None] | None = None
         self.rested_at = 0.0
         """When the next version may be scored, by `time.monotonic`."""
         self.evaluation = Evaluation()
@@ -98,19 +101,21 @@ class VersionScoring:
         """Hashes of held-out events on which the model raised, and the error; the loop's thread removes them."""
         return self._scorer.raised
 
-    def score(self, weights: Mapping[str, Tensor], holdout: HoldoutRows) -> tuple[EventScores, HoldoutRows]:
-        """Score a version on the holdout set, and the version before it on events that came since.
+    def score(
+        self, weights: Mapping[str, Tensor], holdout: HoldoutRows, rule: AnswerRule | None = None
+    ) -> tuple[EventScores, HoldoutRows]:
+        """Score a version, which answers by `rule`, on the holdout set, and the one before it on events since then.
 
         Return the scores and their events, without those on which the model raises.
         """
         begin = self._scorer.seconds()
         self._score_near_future(holdout)
-        found = self._scorer.score_and_find(weights, holdout.columns)
+        found = self._scorer.score_and_find(weights, holdout.columns, rule)
         if len(found.raised):
             stays = ~np.isin(holdout.columns["hash"].astype(np.uint64), found.raised)
-            found = EventScores(found.scores[stays], found.predicted[stays], found.raised)
+            found = found._replace(scores=found.scores[stays], predicted=found.predicted[stays])
             holdout = holdout.without(found.raised)
-        self._newest = holdout, weights
+        self._newest = holdout, weights, rule
         self.evaluation = evaluation_of(found.scores, self._scorer.schema, holdout)
         self._measure(found.predicted, holdout)
         if self.evaluation.windows:
@@ -136,10 +141,10 @@ class VersionScoring:
         """Score the previous version on held-out events that came after it."""
         if self._newest is None:
             return
-        rows, weights = self._newest
+        rows, weights, rule = self._newest
         fresh = newcomers(holdout, rows)
         if fresh and len(fresh["label"]):
-            scores, _, raised = self._scorer.score_and_find(weights, fresh)
+            scores, _, raised, _ = self._scorer.score_and_find(weights, fresh, rule)
             stays = ~np.isin(fresh["hash"].astype(np.uint64), raised)
             scores = scores[stays] if self._scorer.bounded else winsorized(scores[stays])
             total = float(np.sum(scores))

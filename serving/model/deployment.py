@@ -79,6 +79,11 @@ class Deployment:
         return make_task(self.model.task, self.folder)
 
     @property
+    def classes(self) -> int | None:
+        """The classes of which a version answers the probabilities, by which it may decide; None for other tasks."""
+        return self.schema.label.one_of if self.model.task == "classification" else None
+
+    @property
     def embeds(self) -> bool:
         """Whether the model has an embedding: a module of that name, or a task that computes it."""
         return bool(self.model.embedding) or isinstance(self.task, Embeds)

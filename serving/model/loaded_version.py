@@ -46,15 +46,13 @@ _PRETRAINED = "anabranch.pretrained:"
 
 
 def progress_of(manifest: Manifest) -> dict[str, str]:
-    """Return how far a version is trained, as replies have it: with late labels also how far it has read."""
+    """Return how far a version is trained, as replies have it: with late labels also how far it has read; and what
+    its answers follow from, where that is not the model alone."""
     progress = {"trained_through": format_trained_through(manifest.trained_through)}
-    if manifest.seen_through is None:
-        return progress
-    return {
-        **progress,
-        "labelled_through": progress["trained_through"],
-        "seen_through": format_offsets(manifest.seen_through),
-    }
+    if manifest.seen_through is not None:
+        progress["labelled_through"] = progress["trained_through"]
+        progress["seen_through"] = format_offsets(manifest.seen_through)
+    return progress if manifest.rule is None else {**progress, **manifest.rule.facts}
 
 
 class ServedVersion:
@@ -76,6 +74,8 @@ class ServedVersion:
         self._works, self._works_until = True, float("-inf")
         self._stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self._graphs: Graphs | None = None
+        self.answers = None if manifest.rule is None else manifest.rule.applied(deployment.classes)
+        """What changes the model's predictions in answers; None: nothing does."""
         self._padding = {feature.name: feature.filler for feature in deployment.schema.features}
 
     @property
@@ -94,6 +94,12 @@ class ServedVersion:
         Called by one thread at a time: the swap's until the version is served, then the batcher's. The embedding is
         float32 `[B, D]`; `Deployment.embeds` is whether there is one.
         """
+        outputs = self._outputs(features, embed)
+        # On the host: CUDA graphs of the model outlive the version.
+        return outputs if self.answers is None else self.answers.answer_arrays(outputs)
+
+    def _outputs(self, features: Mapping[str, Array], embed: bool) -> dict[str, Array]:
+        """Return what the model predicts, as `run` does."""
         with panics_are_errors(), torch.inference_mode(), self._stream():
             if self._graphs is not None and not embed:
                 outputs = self._graphs.run(features, self._padding)
@@ -110,7 +116,7 @@ class ServedVersion:
             ModelError: graphs answer otherwise than the model.
         """
         zeros = self.zeros(1)
-        expected = self.run(zeros)
+        expected = self._outputs(zeros, embed=False)
         predict = functools.partial(_predict, self._deployment, self._module)  # holds no version: graphs outlive it
         bound = [tensor.data_ptr() for tensor in bound_tensors(self._module)]
         with torch.inference_mode():

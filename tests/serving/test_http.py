@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from anabranch.core.errors import SettingsError
 from anabranch.core.net import listen
 from anabranch.learner.errors import ModelError
+from anabranch.learner.model.answer_rule import AnswerRule, Calibration
 from anabranch.learner.status.report import LearnerReport
 from anabranch.learner.status.report import write_report as write_learner_report
 from anabranch.serving.http.app import _Infer
@@ -169,6 +170,41 @@ def test_a_swap_under_load_fails_no_request_and_each_reply_is_by_one_version(num
     for version, data, trained_through in seen:
         assert set(data) == {float(version)}
         assert trained_through == f"events:0={10 * int(version)}"
+
+
+@pytest.mark.slow
+def test_a_reply_has_the_calibration_and_the_decision_of_its_version(deploy, served, body_of):
+    publisher, weights, last = deploy("linear"), {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}, 6
+    replies: list[dict[str, Any]] = []
+    done = threading.Event()
+
+    def publish(number):
+        costs = [[0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [50.0, 50.0, 0.0]] if number % 2 else []
+        rule = AnswerRule(Calibration("platt", 500, bias=[float(number), 0.0, 0.0]), costs)
+        publisher.publish(number, weights, rule=rule)
+
+    def ask(address, rows):
+        with httpx.Client() as client:
+            while not done.is_set():
+                replies.append(client.post(address, json=body_of(rows)).raise_for_status().json())
+
+    publish(1)
+    with served(publisher, max_batch=4) as server, ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask, server.infer, rows) for rows in (1, 9)]
+        for number in range(2, last + 1):
+            publish(number)
+            body = body_of(1, parameters={"min_trained_through": f"events:0={10 * number}"})
+            replies.append(httpx.post(server.infer, json=body).raise_for_status().json())
+        done.set()
+        for future in asking:
+            future.result(30)
+    for reply in replies:
+        number, (prediction, probabilities) = int(reply["model_version"]), reply["outputs"]
+        rows = prediction["shape"][0]
+        expected = torch.tensor([float(number), 0.0, 0.0]).softmax(0).tolist()
+        assert probabilities["data"] == pytest.approx(expected * rows, abs=1e-6)
+        assert set(prediction["data"]) == {2 if number % 2 and number < 5 else 0}
+        assert reply["parameters"] == {"trained_through": f"events:0={10 * number}", "calibration": "platt"}
 
 
 @pytest.mark.slow

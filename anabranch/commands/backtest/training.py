@@ -71,7 +71,7 @@ class BacktestTraining:
             self.store = BackgroundStore(kept, in_background=device.type != "mps")
             stack.callback(self.store.close)
         self._holdout = HoldoutSet(setup.schema, spec.gate.holdout_rows, _secret(spec).number("held-out events"))
-        self.monitor = monitor = StreamMonitor(spec.learner, setup.schema)
+        self.monitor = monitor = StreamMonitor(spec.learner, setup.schema, keep_outputs=spec.task.learns)
         self.replay = replay = make_feed(self.store, spec.learner, 1, monitor, self._holdout, self.trainer, timer)
         memory = MemoryRetry(device, threading.Event())
         self.step = LearningStep(self.trainer, monitor, replay, self._holdout, [replay.raised], state, metrics, memory)

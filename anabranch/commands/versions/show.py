@@ -16,6 +16,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.sizes import size_text
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import VersionError
+from anabranch.learner.model.answer_rule import AnswerRule
 from anabranch.learner.object_storage.bucket_storage import storage_to_read
 from anabranch.learner.stream.trained_through import format_trained_through
 from anabranch.learner.versions.format import Manifest, RegistryState, Verdict, Versions
@@ -127,6 +128,8 @@ def render_one(one: Listed) -> RenderableType:
             baseline = "" if constant is None else f"; one answer for all events has {constant:.4g} at best"
             table.add_row("judged by", f"{name} {value:.4g} on held-out events{baseline}")
         table.add_row("metrics", metrics_text(manifest) or "none")
+        if manifest.rule is not None:
+            table.add_row("answers", answers_text(manifest.rule))
         table.add_row("model", Text(f"{model.factory} with {model.args}, task {model.task}"))
         table.add_row("schema", manifest.schema)
         if manifest.base is not None:
@@ -145,6 +148,15 @@ def render_one(one: Listed) -> RenderableType:
             table.add_row("", f"{name} {value:.4g}")
     ending = Text(f"refused: {one.refused}", style="red") if one.refused else Text("whole; serving may take it")
     return Group(table, ending)
+
+
+def answers_text(rule: AnswerRule) -> str:
+    """Return what a version answers, with the figures of its calibration."""
+    names = sorted(name for name in rule.calibration.figures if not name.endswith("_before"))
+    pairs = [(name, *(rule.calibration.figures[name + end] for end in ("_before", ""))) for name in names]
+    return "; ".join(
+        [rule.sentence, *(f"{name} {before:.4g} before, {after:.4g} after" for name, before, after in pairs)]
+    )
 
 
 def read_requirements(config: Config) -> Requirements:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from anabranch.commands.versions.export.program import export_program
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
+from anabranch.learner.evaluate.calibration import calibrated
+from anabranch.learner.model.answer_rule import AnswerRule, Calibration
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.factory import build_on_device, make_task
 from anabranch.learner.model.features.intercept import Residual
@@ -113,6 +116,9 @@ strategy = {name = "experts", size = 0.9}
 """
 
 
+ISOTONIC = Calibration("isotonic", 500, scale=0.7, odds=[-1.0, 0.1, 0.2, 1.0], calibrated=[-4, -1, 0.5, 2])
+
+
 @pytest.fixture
 def published(tmp_path, monkeypatch):
     """`published(output)`: a pipeline with a version of a model that computes `output` of `x`."""
@@ -132,7 +138,7 @@ def published(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def write_version(config):
+def write_version(config, rule=None):
     """Write version 1 of a pipeline, with its first weights; where features are learned, of 40 random events."""
     model, schema = config.pipeline.model, Schema(config.pipeline.events)
     module = build_on_device(model, config.folder, CPU, schema)
@@ -154,6 +160,7 @@ def write_version(config):
         model=reference_to(model),
         parts=parts_in(weights),
         base=write_base(bases_in(config.state_dir), module),
+        rule=rule,
     )
     Versions(config.state_dir / "versions").write(weights, manifest, Verdict("pass"))
 
@@ -210,6 +217,33 @@ def test_what_init_writes_can_be_exported(tmp_path, registry, kind, form):
     config = load_config(folder / "pipeline.toml", {})
     write_version(config)
     assert export_program(config, "latest", tmp_path / "program", form).rows == 74
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "rule"),
+    [
+        ("torch", AnswerRule(Calibration("platt", 500, scale=0.7, bias=[0.5, -1.0]), odds=-1.2)),
+        ("onnx", AnswerRule(ISOTONIC, costs=[[0, 1], [0.3, 0]])),
+    ],
+)
+def test_a_program_has_the_calibration_and_the_decision(published, tmp_path, form, rule):
+    pytest.importorskip("onnxscript" if form == "onnx" else "torch")
+    two = {"pipeline": PIPELINE.replace("classes = 3", "classes = 2"), "source": MODEL.replace("(4, 3)", "(4, 2)")}
+    config = published(**(two | {"source": two["source"].replace("return {}", f"return {PLAIN}")}))
+    shutil.rmtree(config.state_dir)
+    write_version(config, rule)
+    exported = export_program(config, "latest", tmp_path / "program", form)
+    assert exported.difference <= 1e-5
+    schema = Schema(config.pipeline.events)
+    deployment = Deployment("numbers", schema, config.pipeline.model, config.folder, config.state_dir, CPU)
+    version = load_version(deployment, deployment.versions.manifest(1), 8)
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    with torch.no_grad():
+        log_BC = version.module(torch.from_numpy(x)).log_softmax(dim=1).numpy()
+    expected = np.exp(calibrated(rule.calibration, log_BC))
+    assert np.abs(expected - np.exp(log_BC)).max() > 0.05
+    np.testing.assert_allclose(version.run({"x": x})["probabilities"], expected, atol=1e-6)
 
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "rollout.md"

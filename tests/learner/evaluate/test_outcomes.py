@@ -10,8 +10,17 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.evaluate.baselines import Baselines
 from anabranch.learner.evaluate.measures import measure_of, probability_of
-from anabranch.learner.evaluate.outcomes import Estimates, StreamOutcomes, kind_of, predicted_by, predictions_of
+from anabranch.learner.evaluate.outcomes import (
+    Estimates,
+    StreamOutcomes,
+    kind_of,
+    log_probabilities,
+    predicted_by,
+    predictions_of,
+)
 from anabranch.learner.evaluate.stream_monitor import Scored, StreamMonitor, scored
+from anabranch.learner.model.answer_rule import AnswerRule, Calibration
+from anabranch.learner.model.answers import Answers
 from anabranch.learner.model.task import Classification, MultiLabel, Regression, TokenClassification
 from anabranch.learner.settings.learner import LearnerSettings
 
@@ -49,6 +58,27 @@ def test_outcomes_of_classes_are_those_of_their_definition():
     assert predicted[:, 2] == pytest.approx(np.log(p[rows, label]), abs=1e-5)
     assert predicted[:, 3].tolist() == (p > p[rows, label][:, None]).sum(1).tolist()
     assert predicted_by("classes", torch.zeros(1, 7), torch.tensor([3])).numpy()[0, 3] == 6, "ties are less likely"
+
+
+def test_measures_are_of_answers_and_what_is_kept_is_of_the_model():
+    stream, task = StreamOutcomes(keep=True), Classification()
+    output, label = torch.randn(12_000, 2), np.random.default_rng(0).integers(2, size=12_000)
+    for begin in range(0, 12_000, 500):
+        if begin == 11_000:
+            stream.answers = Answers(AnswerRule(Calibration("platt", 1, bias=[0.0, 3.0])), 2)
+        stream.add(predictions_of(task, [output[begin : begin + 500]], label[begin : begin + 500]))
+    log_NC, label_N = log_probabilities(stream.recent or ())
+    assert label_N.tolist() == label[2000:].tolist()
+    assert log_NC == pytest.approx(output[2000:].log_softmax(1).numpy(), abs=1e-6)
+    assert stream.newest is not None
+    odds = (output[7000:, 1] - output[7000:, 0]).numpy()
+    odds[4000:] += 3
+    assert stream.newest.predicted[:, 0] == pytest.approx(odds, abs=1e-5)
+    assert StreamOutcomes().recent is None
+    wide = StreamOutcomes(keep=True)
+    for _ in range(3):
+        wide.add(predictions_of(task, [torch.zeros(1000, 1000)], np.zeros(1000, np.int64)))
+    assert len(wide.recent or ()) == 3, "those of 2,097 events are kept, in whole batches"
 
 
 @pytest.mark.parametrize("sizes", [[1] * 30, [64] * 30, [700, 1, 3000, 2500]])

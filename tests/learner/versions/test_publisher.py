@@ -21,11 +21,13 @@ from anabranch.ingest.events.position import Position
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.learner.errors import SecondLearnerError
+from anabranch.learner.evaluate.calibration import AnswerLearner, calibrated
 from anabranch.learner.evaluate.holdout import HoldoutSet
+from anabranch.learner.evaluate.outcomes import Predictions, predictions_of
 from anabranch.learner.evaluate.scoring import Scorer
 from anabranch.learner.model.task import Classification
 from anabranch.learner.settings.learner import GateSettings, VersionsSettings
-from anabranch.learner.settings.model import ModelSettings
+from anabranch.learner.settings.model import ModelSettings, TaskSettings
 from anabranch.learner.state_dir.lock import GENERATION, check_generation
 from anabranch.learner.status.metrics import LearnerMetrics
 from anabranch.learner.stream.record_times import RecordTimes
@@ -43,7 +45,7 @@ MEASURES = {"balanced_accuracy", "macro_f1", "log_loss", "ece"}
 class Bench:
     """A publisher over a directory."""
 
-    def __init__(self, path, schema, model, gate=None, **settings):
+    def __init__(self, path, schema, model, gate=None, task=None, **settings):
         state_dir = path.parent
         self.versions = Versions(path)
         self.model = model
@@ -57,7 +59,9 @@ class Bench:
             VersionsSettings.model_validate({"publish_every": "1ms", **settings}),
             LearnerMetrics(CollectorRegistry()).gate_verdicts,
             lambda: check_generation(state_dir, 7),
+            answering=AnswerLearner(TaskSettings.model_validate(task or {}), 3),
         )
+        self.recent: tuple[Predictions, ...] = ()
         self.step = 0
         self.newly_trained = RecordTimes()
 
@@ -68,9 +72,8 @@ class Bench:
 
     def snapshot(self):
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        return Snapshot(
-            self.step, weights, {"events:0": PartitionProgress(self.step)}, self.holdout.held, 0.5, self.newly_trained
-        )
+        progress = {"events:0": PartitionProgress(self.step)}
+        return Snapshot(self.step, weights, progress, self.holdout.held, 0.5, self.newly_trained, recent=self.recent)
 
 
 @pytest.fixture
@@ -116,6 +119,47 @@ def test_a_manifest_describes_its_version(make_bench, schema):
     assert verdict.verdict == "inconclusive"
     weights = bench.versions.weights(manifest)
     assert all(torch.equal(weights[name], value) for name, value in bench.model.state_dict().items())
+
+
+def predicted(rows):
+    """Return outputs that are four times too sure, and their labels."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, 3, generator=generator)
+    label = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0].numpy()
+    return predictions_of(Classification(), [4 * logits], label)
+
+
+def test_a_version_has_its_calibration_and_is_judged_with_it(make_bench, schema):
+    plain = make_bench()
+    plain.publish()
+    assert plain.versions.manifest(1).rule is None
+    bench = make_bench(task={"calibrate": "platt", "costs": [[0, 1, 1], [1, 0, 1], [9, 9, 0]]})
+    bench.publish()
+    first = bench.versions.manifest(2).rule
+    assert first is not None
+    assert "not calibrated: only 0 new events" in first.sentence
+    assert bench.publisher.answering.answers is None
+    bench.recent = predicted(2000)
+    bench.publish()
+    manifest = bench.versions.manifest(3)
+    assert manifest.rule is not None
+    assert manifest.rule.calibration.scale == pytest.approx(0.25, rel=0.2)
+    assert manifest.rule.costs[2] == [9, 9, 0]
+    columns = bench.holdout.held.columns
+    with torch.no_grad():
+        output = bench.model.eval()(torch.from_numpy(columns["feature.x"]))
+    log_GC = calibrated(manifest.rule.calibration, output.log_softmax(1).numpy())
+    expected = -log_GC[np.arange(len(log_GC)), columns["label"]].mean()
+    assert manifest.metrics["log_loss"] == pytest.approx(expected, rel=1e-5)
+    again = make_bench(task={"calibrate": "platt", "alert_budget": 0.1})  # as after a restart
+    again.publish()
+    rule = again.versions.manifest(4).rule
+    assert rule is not None
+    assert rule.calibration == manifest.rule.calibration, "no event has come yet"
+    assert rule.odds is None
+    served = again.publisher.gate.read(4, again.holdout.held)
+    assert served is not None
+    assert served.rule == rule
 
 
 def test_a_manifest_has_what_decides_the_ids_of_strings(make_bench, monkeypatch):

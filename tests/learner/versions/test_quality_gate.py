@@ -447,7 +447,7 @@ def test_the_baselines_score_each_event_once(bench, monkeypatch):
     scored: list[int] = []
     score = Scorer.score_and_find
 
-    def count(self, weights, columns):
+    def count(self, weights, columns, rule=None):
         scored.append(len(columns["label"]))
         return score(self, weights, columns)
 

@@ -25,6 +25,7 @@ from anabranch.config.pipeline import Pipeline
 from anabranch.core.atomic_files import write_durably
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Feature, Schema
+from anabranch.learner.model.answers import Answers
 from anabranch.learner.model.factory import forward
 from anabranch.learner.model.task import Task
 from anabranch.learner.state_dir.folders import MANIFEST
@@ -68,18 +69,20 @@ class ExportedVersion:
 
 
 class _Program(nn.Module):
-    """A served module and its task: features in the order of the schema in, the task's predictions out."""
+    """A served version: features in the order of the schema in, its answers out."""
 
-    def __init__(self, module: nn.Module, task: Task, names: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, task: Task, names: Sequence[str], answers: Answers | None) -> None:
         super().__init__()
         self.module = module
+        self.answers = answers
         self._task = task
         self._names = tuple(names)
 
     def forward(self, *features: Tensor) -> dict[str, Tensor]:
-        """Return the predictions for `[B, *shape]` each, by name."""
+        """Return the answers for `[B, *shape]` each, by name."""
         output = forward(self.module, dict(zip(self._names, features, strict=True)))
-        return dict(self._task.predict(output))
+        predictions = self._task.predict(output)
+        return dict(predictions) if self.answers is None else self.answers.answer(predictions)
 
 
 def export_program(config: Config, which: Which, folder: Path, form: ProgramFormat) -> ExportedVersion:
@@ -114,7 +117,8 @@ def export_program(config: Config, which: Which, folder: Path, form: ProgramForm
         device=torch.device("cpu"),
     )
     version = load_version(deployment, manifest, max(_CHECKED))
-    program = _Program(version.module, deployment.task, [feature.name for feature in schema.features])
+    names = [feature.name for feature in schema.features]
+    program = _Program(version.module, deployment.task, names, version.answers)
     generator = np.random.default_rng(0)
     batches = [_rows(schema, rows, generator) for rows in _CHECKED]
     with new_folder(folder) as temporary:

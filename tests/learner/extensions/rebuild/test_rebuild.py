@@ -126,6 +126,21 @@ def test_a_rebuild_takes_no_step_after_the_last_one_of_the_version(audited, prod
         assert (rebuilt.equal, rebuilt.steps) == (True, audited.versions.manifest(number).step)
 
 
+def test_a_learner_calibrates_its_versions_and_a_rebuilt_one_keeps_that(audited, produce, monkeypatch):
+    audited.environment = {"ANABRANCH__TASK__CALIBRATE": "platt"}
+    produce(audited.bootstrap, audited.topic, events(500))
+    audited.learn(monkeypatch, 45)
+    first, last = (audited.versions.manifest(number).rule for number in (1, audited.versions.numbers()[-1]))
+    assert first is not None
+    assert (first.calibration.kind, first.calibration.rows) == ("platt", 0)
+    assert last is not None
+    assert last.calibration.rows >= 200
+    assert last.calibration.scale < 0.9, "there is nothing to learn of these events, and the model is too sure"
+    rebuilt = audited.rebuild(audited.versions.numbers()[-1])
+    assert rebuilt.equal
+    assert rebuilt.manifest.rule == last
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(audited, produce, monkeypatch):
     produce(audited.bootstrap, audited.topic, events(400))
     audited.learn(monkeypatch, 30, (10, 20))
