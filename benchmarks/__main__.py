@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.harness.results import FOLDER, ROOT
 
 QUICK_MINUTES = {
+    "verdicts": 0.5,
     "ingest": 0.7,
     "replay_disk": 0.7,
     "backfill": 0.7,

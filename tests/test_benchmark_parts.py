@@ -23,7 +23,7 @@ PARTS = {
     "fresh_host": ["file", "s3"],
     "ingest": ["decode", "poll"],
     "late_labels": ["rate", "memory", "freshness", "early"],
-    "learner": ["mlp", "large", "convnet", "formats", "tracing", "ranks", "narrow", "lock", "overhead"],
+    "learner": ["mlp", "large", "convnet", "formats", "tracing", "ranks", "narrow", "lock", "overhead", "measures"],
     "mirror": ["s3", "folder"],
     "replay": ["hot", "cold", "growth", "add", "memory", "index"],
     "replay_disk": ["large", "disk", "cold"],
@@ -32,6 +32,7 @@ PARTS = {
         *("alone", "swaps", "base_swaps", "experts", "grpc", "tracing", "workers", "fleet", "freshness"),
         *("device_sharing", "stream"),
     ],
+    "verdicts": ["equal", "worse"],
 }
 """Those that run here. Left out are `gpu`, which test_gpu_tools.py runs, and what takes a model or packages from afar:
 `pretrained`, and serving's `peer`."""

@@ -105,14 +105,14 @@ class Turns:
         """
         if (steps := step - self._step) < self._least:
             return
-        begin, wall = time.thread_time(), time.monotonic()
+        begin = time.thread_time()
         for _ in range(steps):
             self._plain()
         end = time.thread_time()
         if number := next(self._numbers):
             self.learner.append((begin - self._begin) / steps)
             self.plain.append((end - begin) / steps)
-            of_seconds = self._spent["second"] / (wall - self._wall)
+            of_seconds = self._spent["second"] / (time.monotonic() - self._wall)  # also of the plain loop's
             self.parts.append(self._spent["round"] / (begin - self._begin) + of_seconds)
         if number == self._rounds:
             self._stop.set()

@@ -24,7 +24,16 @@ from anabranch.learner.settings.learner import GateSettings
 from anabranch.learner.state_dir.folders import other_base
 from anabranch.learner.versions.format import ModelReference, RegistryState, Verdict, Versions
 from anabranch.learner.versions.scores import Baseline
-from anabranch.learner.versions.verdict import Drop, GateInput, compare, judge, surpasses
+from anabranch.learner.versions.verdict import (
+    Drop,
+    DropEvidence,
+    GateInput,
+    compare,
+    difference_on,
+    judge,
+    surpasses,
+    weight_of,
+)
 
 MONITOR_ROWS = 50
 """Held-out events after a swap before monitoring judges it."""
@@ -35,6 +44,13 @@ set whose quarter is less than `MONITOR_ROWS` there is no monitoring."""
 _RARE, _STILL_RARE = 0.2, 0.25
 """Share of class 1 below which average precision decides, and below which it continues to."""
 _FEWEST_YOUNG = 50
+_ENOUGH = 25
+"""Batches of evidence by measures, or fewer larger ones, after which a version is good."""
+_BATCHES_OF_RELEASE = 4
+_Z_UNDONE = 4.5
+
+Measures = Sequence[tuple[Measure, float]]
+"""Those that decide, each with the drop that is allowed."""
 
 log = logging.getLogger(__name__)
 
@@ -181,13 +197,108 @@ class ServedMonitor:
         return compare(candidate_G[both], baseline_G[both], bounded=self._scorer.bounded) if both.any() else None
 
 
+class MeasureMonitor:
+    """Compares what serves, by measures, with the last version that it found good; holds candidates back afterwards.
+
+    A single verdict does not see a small drop, so that such a version is served. `DropEvidence` adds up over all
+    versions since the last good one, from events that were held out after it. Used by the publisher's thread; a
+    process that starts begins with no evidence.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self.last_good: Baseline | None = None
+        self.first: int | None = None
+        """The first version served after the last good one; None where none is."""
+        self._before = self._judged = np.empty(0, np.uint64)
+        """The events that were held out before the first one, and those that evidence needs no longer."""
+        self._evidence: dict[str, DropEvidence] = {}
+        self.reason: str | None = None
+        """Why candidates fail: the versions before them were withdrawn."""
+
+    def begin(self, served: Baseline, measures: Measures) -> None:
+        """Compare a version that serves from now on, or count it as good where there is no other, or no measure."""
+        if self.last_good is None or not measures:
+            self.restart(served)
+        elif self.first is None:
+            self.first, self._before, self._judged = served.number, served.held_out, served.held_out
+            self._evidence = {}
+
+    def restart(self, last_good: Baseline | None) -> None:
+        """End the comparison, and compare later versions with this one."""
+        self.last_good, self.first, self.reason = last_good, None, None
+
+    def hold_back(self, reason: str, rows: HoldoutRows) -> None:
+        """Fail candidates until events that come from now on show no drop."""
+        self.reason, self._judged = reason, rows.hashes
+
+    def verdict(self, served: Baseline, rows: HoldoutRows, measures: Measures) -> Verdict | None:
+        """Return a verdict on all versions since the last good one where they are worse; None as long as they are not.
+
+        A last good version that is certainly worse on the events held out before does not come back.
+        """
+        if self.last_good is None or self.first is None or not measures:
+            return None
+        if (fresh := self._fresh(rows, 1)) is None:
+            return None
+        found = self._outcomes(served, rows), self._outcomes(self.last_good, rows)
+        self._judged = rows.hashes
+        before = np.isin(rows.columns["hash"].astype(np.uint64), self._before)
+        for measure, limit in measures:
+            evidence = self._evidence.setdefault(measure.name, DropEvidence())
+            if (difference := difference_on(fresh, measure, *found)) is not None:
+                evidence.add(difference, weight_of(found[0].where(fresh))[0])
+            if evidence.certain(limit, len(measures)):
+                undone = difference_on(before, measure, *found[::-1])
+                if undone is not None and undone.drop - limit > _Z_UNDONE * undone.error:
+                    continue
+                amount = f"{evidence.drop:.4f} (at most {evidence.upper:.4f}, of {limit:g} that are allowed)"
+                reason = (
+                    f"worse than version {self.last_good.number} by {measure.name}: {amount}, by monitoring of all "
+                    f"versions from {self.first} on, on events that came after it"
+                )
+                name = f"watch_{measure.name}"
+                return Verdict("fail", [reason], {f"{name}_drop": evidence.drop, f"{name}_drop_upper": evidence.upper})
+        if all(each.weight >= _ENOUGH * weight_of(found[0])[1] for each in self._evidence.values()):
+            self.restart(served)
+        return None
+
+    def why_held_back(self, candidate: Outcomes, rows: HoldoutRows, measures: Measures) -> str | None:
+        """Return why a candidate fails whatever its own verdict; None if it does not.
+
+        That ends once it is no worse than the last good version on four batches of events since.
+        """
+        if self.reason is None or self.last_good is None or not measures:
+            return None
+        if (fresh := self._fresh(rows, _BATCHES_OF_RELEASE)) is None:
+            return self.reason
+        last_good = self._outcomes(self.last_good, rows)
+        found = [difference_on(fresh, measure, candidate, last_good) for measure, _ in measures]
+        if all(each is not None and each.drop <= 0 for each in found):
+            self.reason = None
+        return self.reason
+
+    def _fresh(self, rows: HoldoutRows, batches: int) -> NDArray[np.bool_] | None:
+        """Return which events are new as evidence; None while they are fewer than some batches need."""
+        if not len(rows):
+            return None
+        fresh = ~np.isin(rows.columns["hash"].astype(np.uint64), self._judged)
+        none = np.empty((len(fresh), self._scorer.measures.columns), np.float32)
+        weight, least = weight_of(self._scorer.measures.outcomes(none, rows.columns).where(fresh))
+        return fresh if weight >= batches * least else None
+
+    def _outcomes(self, version: Baseline, rows: HoldoutRows) -> Outcomes:
+        predicted = version.scores_and_predicted(self._scorer, rows.columns)[1]
+        return self._scorer.measures.outcomes(predicted, rows.columns)
+
+
 class MeasureChoice:
     """The measures that decide besides the score. Used by the publisher's thread; any thread may read attributes."""
 
     def __init__(self, settings: GateSettings, known: TaskMeasures, score: str) -> None:
         """`score`: what the task's own score is called."""
         self._settings, self._known, self._score = settings, known, score
-        self.now: Sequence[tuple[Measure, float]] = ()
+        self.now: Measures = ()
         """Each with the drop that is allowed."""
         self.why = "too few events are held out"
         """One sentence."""
@@ -241,6 +352,7 @@ class QualityGate:
         self._best_served = 0.0
         """When the best version was served last, or became the best; by the monotonic clock."""
         self.monitored = ServedMonitor(settings, scorer)
+        self.by_measures = MeasureMonitor(scorer)
         self._state: RegistryState | None = None
         self._surpasses = True
         self.hold = Hold(settings.max_hold)
@@ -256,6 +368,10 @@ class QualityGate:
         bounded = self.scorer.bounded
         self._surpasses = surpasses(inputs, bounded=bounded)
         verdict = judge(inputs, self._settings, bounded=bounded)
+        if "candidate" in inputs.outcomes and (
+            why := self.by_measures.why_held_back(inputs.outcomes["candidate"], rows, self.choice.now)
+        ):
+            verdict = Verdict("fail", [*verdict.reasons, why], verdict.numbers)
         if (
             verdict.verdict == "fail"
             and self.hold.is_over
@@ -263,7 +379,7 @@ class QualityGate:
             and np.isfinite(found.scores).any()
         ):
             self._best = None  # the next served version is the one that all others are compared with
-            self.monitored.restart(None)
+            self._restart_monitors(None)
             reason = 'served although it failed: no version has passed for gate.max_hold, and gate.on_hold is "serve"'
             return Verdict("inconclusive", [reason, *verdict.reasons], verdict.numbers)
         return verdict
@@ -281,6 +397,7 @@ class QualityGate:
         if len(rows):
             baseline.set_scores(rows.columns, found.scores, found.predicted)
         self.monitored.begin(baseline)
+        self.by_measures.begin(baseline, self.choice.now)
         if self._best is None or self._surpasses:
             self._compare_with(baseline)
         self._serve(baseline)
@@ -295,6 +412,12 @@ class QualityGate:
         verdict = self.monitored.verdict(self._served, rows)
         if verdict is not None and first is not None and last_good is not None:
             self._withdraw(verdict, last_good, first)
+            return
+        first, last_good = self.by_measures.first, self.by_measures.last_good
+        verdict = self.by_measures.verdict(self._served, rows, self.choice.now)
+        if verdict is not None and first is not None and last_good is not None:
+            self._withdraw(verdict, last_good, first)
+            self.by_measures.hold_back(verdict.reasons[0], rows)
 
     def return_to(self, baseline: Baseline, reasons: list[str]) -> None:
         """Compare later versions with this one: those since were rejected, for these reasons."""
@@ -304,7 +427,8 @@ class QualityGate:
     @property
     def needed(self) -> set[int]:
         """Versions that serving may roll back to, and that must not be deleted."""
-        return {each.number for each in (self._served, self.monitored.last_good) if each is not None}
+        needed = self._served, self.monitored.last_good, self.by_measures.last_good
+        return {each.number for each in needed if each is not None}
 
     def _gate_input(self, found: EventScores, rows: HoldoutRows) -> GateInput:
         scores_G, held = found.scores, self.hold.since is not None
@@ -359,7 +483,7 @@ class QualityGate:
         if self._best is not None and self._best.number >= first:
             self._compare_with(last_good)
         self._serve(last_good)
-        self.monitored.restart(last_good)
+        self._restart_monitors(last_good)
         self._start_hold(verdict.reasons)
 
     def _refresh(self, rows: HoldoutRows) -> None:
@@ -400,8 +524,12 @@ class QualityGate:
 
     def _start_with(self, baseline: Baseline | None) -> None:
         if baseline is not None:
-            self.monitored.restart(self._compare_with(baseline))
+            self._restart_monitors(self._compare_with(baseline))
             self._serve(baseline)
+
+    def _restart_monitors(self, last_good: Baseline | None) -> None:
+        for monitor in (self.monitored, self.by_measures):
+            monitor.restart(last_good)
 
     def _read_baseline(self, number: int, rows: HoldoutRows) -> Baseline | None:
         """Read a version; None when it has another schema or model, or is damaged or gone."""
