@@ -13,6 +13,7 @@
     peer       single rows a second over those of LitServe and Ray Serve, with the same model and batching
     freshness  from an event's append to a prediction by a version trained on it
     stream     messages answered from topic to topic over the model's own rate, and the latency that it adds to Kafka's
+    log        requests a second with each answer logged in a topic, over those without the log
     device_sharing
                one core for learner and serving: how much later requests are answered while the learner trains, and how
                much training is kept
@@ -34,6 +35,7 @@ from benchmarks.harness import (
     serving_fleet,
     serving_freshness,
     serving_grpc,
+    serving_log,
     serving_peer,
     serving_stream,
     serving_swaps,
@@ -55,10 +57,11 @@ SECTIONS: dict[str, ModuleType] = {
     "peer": serving_peer,
     "freshness": serving_freshness,
     "stream": serving_stream,
+    "log": serving_log,
     "device_sharing": serving_device_sharing,
 }
 """Each has `TARGETS`, and `measure(results, form, bootstrap)`."""
-_QUICK = ["swaps", "experts", "grpc", "tracing", "fleet", "freshness", "stream", "device_sharing"]
+_QUICK = ["swaps", "experts", "grpc", "tracing", "fleet", "freshness", "stream", "log", "device_sharing"]
 
 
 def main() -> None:

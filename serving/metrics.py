@@ -98,6 +98,8 @@ class ServingMetrics:
         self._rate = _Rate()
         self.stream = StreamMetrics(registry, self._total_registry)
         """Of `[serving.stream]`."""
+        self.log = LogMetrics(registry, self._total_registry)
+        """Of `[serving.log]`."""
 
     def request(self, status: int, seconds: float) -> None:
         """Count an inference request that has been answered."""
@@ -207,6 +209,30 @@ class StreamMetrics:
     def percentiles(self) -> tuple[float, float] | tuple[None, None]:
         """Return the median and the 99th percentile of recent answers' ages, in seconds; Nones without any."""
         return self._recent_ages.percentiles()
+
+
+class LogMetrics:
+    """Counts of `[serving.log]`."""
+
+    def __init__(self, registry: CollectorRegistry, total: CollectorRegistry) -> None:
+        """Take `total`, the registry with the sums of all workers."""
+        self._total_registry = total
+        self._answers = Counter(
+            "anabranch_serving_log_answers",
+            "Answers to rows of requests for the topic of serving.log by outcome: written, dropped",
+            ["outcome"],
+            registry=registry,
+        )
+
+    def count(self, written: int, dropped: int) -> None:
+        """Count answers."""
+        for outcome, count in (("written", written), ("dropped", dropped)):
+            if count > 0:
+                self._answers.labels(outcome).inc(count)
+
+    def answers(self) -> dict[str, int]:
+        """Return the answers so far by outcome."""
+        return _by_label(self._total_registry, "anabranch_serving_log_answers", "outcome")
 
 
 def _by_label(registry: CollectorRegistry, name: str, label: str) -> dict[str, int]:

@@ -43,33 +43,43 @@ def check_port(serving: ServingSettings, status: str, state_dir: Path) -> Iterat
 
 
 def check_stream(serving: ServingSettings, stream: StreamSettings) -> Iterator[Finding]:
-    """Whether the topics of `[serving.stream]` can be read and written, and the broker has transactions if needed."""
-    answers = serving.stream
-    if answers is None:
+    """Whether the topics of `[serving.stream]` and `[serving.log]` can be read and written, and the broker has
+    transactions if needed."""
+    answers, log = serving.stream, serving.log
+    topics: list[tuple[str, str, str]] = []
+    if answers is not None:
+        topics += [(name, "stream.topics", "READ") for name in answers.topics]
+        topics.append((answers.output, "stream.output", "WRITE"))
+        yield from check_import("[serving.stream]", "confluent_kafka", "fast")
+    if log is not None:
+        topics.append((log.topic, "log.topic", "WRITE"))
+        yield from check_import("[serving.log]", "confluent_kafka", "fast")
+    if not topics:
         return
-    yield from check_import("[serving.stream]", "confluent_kafka", "fast")
     try:
         with Inspector(stream) as inspector:
             faults = [
                 found
-                for name, key, right in (
-                    *((t, "topics", "READ") for t in answers.topics),
-                    (answers.output, "output", "WRITE"),
-                )
+                for name, key, right in topics
                 if (found := _check_topic(inspector, stream, name, key, right)) is not None
             ]
-            if answers.delivery == "exactly-once" and not inspector.has_transactions():
+            transactions = answers is not None and answers.delivery == "exactly-once"
+            if transactions and not inspector.has_transactions():
                 message = f"The Kafka broker at {stream.bootstrap_servers} has no transactions."
                 faults.append(problem("stream.transactions", message, 'Set serving.stream.delivery = "at-least-once".'))
     except AnabranchError:
         return  # a finding of the broker's check
-    yield from faults or [ok(f"{', '.join(answers.topics)} can be answered in {answers.output}.")]
+    if answers is not None and not faults:
+        yield ok(f"{', '.join(answers.topics)} can be answered in {answers.output}.")
+    if log is not None and not faults:
+        yield ok(f"Answers can be logged in {log.topic}.")
+    yield from faults
 
 
 def _check_topic(inspector: Inspector, stream: StreamSettings, name: str, key: str, right: str) -> Finding | None:
     topic = inspector.topic(name)
     if topic is None:
-        fix = f'Make it: "anabranch topics create", or fix serving.stream.{key}.'
+        fix = f'Make it: "anabranch topics create", or fix serving.{key}.'
         message = f"There is no topic {name} on {stream.bootstrap_servers}."
         return problem("topic.missing", message, fix, unreachable=True)
     return denied_topic(name, topic, right)

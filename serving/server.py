@@ -36,7 +36,7 @@ from anabranch.serving.reporting.report import STOPPED, ServingReport, read_repo
 from anabranch.serving.reporting.worker_pool import PoolWorker
 from anabranch.serving.rollout.hot_swap import VersionSwapper
 from anabranch.serving.settings import ServingSettings
-from anabranch.serving.transports import answer_stream, grpc_server
+from anabranch.serving.transports import answer_log, answer_stream, grpc_server
 
 log = logging.getLogger("anabranch.serving")
 
@@ -111,7 +111,7 @@ class _Process:
         2. requests that wait for a newer version are answered 503;
         3. the listener is closed, requests in flight are answered, connections are closed; messages that were read are
            answered, and the consumer group is left;
-        4. the swap's thread ends, then the model's;
+        4. the swap's thread ends, then the model's; the log of answers is written;
         5. the last report is written, with `ready` false.
 
         A bug in a thread stops the process too, and is raised here; if the device is lost, as DeviceError.
@@ -146,6 +146,11 @@ class _Process:
             self._answers = answer_stream(
                 self._deployment, self._settings, self._service, self._metrics, self._bugs.append, name
             )
+            self._log = answer_log(self._deployment, self._settings, self._metrics, name)
+            if self._log is not None:
+                self._service.log_answer = self._log.add
+                self._log.start()
+                stack.callback(self._log.stop)
             stack.enter_context(_short_and_rare_collections())
             if self._worker is None or self._worker.acts_for_all:
                 self._fleet = self._fleet_host()
@@ -228,6 +233,7 @@ class _Process:
             *self._swap.problems,
             *(self._fleet.problems if self._fleet is not None else []),
             *(self._answers.problems.values() if self._answers is not None else []),
+            *([self._log.problem] if self._log is not None and self._log.problem else []),
             *self._report_problems,
             *([self._deployment.device_problem] if self._deployment.device_problem else []),
         ]
@@ -256,6 +262,7 @@ class _Process:
             request_p99_seconds=request_p99,
             shadow=self._service.shadow.report,
             stream=self._answers.report() if self._answers is not None else None,
+            log=self._log.report() if self._log is not None else None,
             server=self._fleet.server if self._fleet is not None else None,
             follow_lag_seconds=lag,
             skew=dict(self._service.skew.psi),

@@ -74,6 +74,17 @@ class AnswersSettings(Section):
         return self
 
 
+class AnswerLogSettings(Section):
+    """What HTTP and gRPC answered goes to a topic, as CloudEvents. Needs the extra `fast`."""
+
+    topic: TopicName
+    """Topic of the log, at the brokers of `[stream]`."""
+    sample: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Fraction of the requests to log, chosen by a hash of their id."""
+    features: bool = False
+    """Whether to log the features too, as they were sent."""
+
+
 class ServingSettings(ServedSettings):
     """Predictions over HTTP."""
 
@@ -116,6 +127,8 @@ class ServingSettings(ServedSettings):
     """TLS certificate and key."""
     stream: AnswersSettings | None = None
     """Predictions through Kafka; absent: none."""
+    log: AnswerLogSettings | None = None
+    """Log of the answers in a topic; absent: none."""
 
     @model_validator(mode="after")
     def _a_body_can_be_held(self) -> Self:
@@ -150,7 +163,10 @@ def check_versions_from(serving: ServingSettings, storage: StorageSettings | Non
 
 
 def answer_conflicts(serving: ServingSettings, stream: StreamSettings, name: str) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong between `[serving.stream]` and `[stream]`: the key to change, and a sentence."""
+    """Yield what is wrong between `[serving.stream]` or `[serving.log]` and `[stream]`: the key to change, below
+    `[serving]`, and a sentence."""
+    if serving.log is not None:
+        yield from _log_conflicts(serving.log.topic, serving.stream, stream)
     answers = serving.stream
     if answers is None:
         return
@@ -158,12 +174,25 @@ def answer_conflicts(serving: ServingSettings, stream: StreamSettings, name: str
     for topics, what in ((stream.topics, "stream.topics"), (stream.label_topics, "stream.labels.topics")):
         if answers.output in topics:
             yield (
-                "output",
+                "stream.output",
                 f'serving.stream.output = "{answers.output}" is one of {what}: the learner would read answers',
             )
     if letters == answers.output or letters in answers.topics:
         key = "output" if letters == answers.output else "topics"
-        yield key, f'serving.stream.{key} names "{letters}", the topic of dead letters; choose another'
+        yield f"stream.{key}", f'serving.stream.{key} names "{letters}", the topic of dead letters; choose another'
     if answers.group_of(name) == stream.group_id:
         what = "stream.group_id, whose offsets are those of the learner; choose another"
-        yield "group_id", f'serving.stream.group_id = "{stream.group_id}" is {what}'
+        yield "stream.group_id", f'serving.stream.group_id = "{stream.group_id}" is {what}'
+
+
+def _log_conflicts(topic: str, answers: AnswersSettings | None, stream: StreamSettings) -> Iterator[tuple[str, str]]:
+    others = {
+        "stream.topics": stream.topics,
+        "stream.labels.topics": stream.label_topics,
+        "stream.dead_letter_topic": (stream.dead_letter_topic,),
+    }
+    if answers is not None:
+        others |= {"serving.stream.topics": answers.topics, "serving.stream.output": (answers.output,)}
+    for key, topics in others.items():
+        if topic in topics:
+            yield "log.topic", f'serving.log.topic = "{topic}" is of {key} too; choose a topic for the log alone'

@@ -14,6 +14,7 @@ from anabranch.serving.settings import ServingSettings
 
 if TYPE_CHECKING:
     from anabranch.serving.grpc.server import GrpcServer
+    from anabranch.serving.stream.answer_log import AnswerLog
     from anabranch.serving.stream.answer_stream import AnswerStream
 
 
@@ -46,3 +47,14 @@ def answer_stream(
     with needs("[serving.stream]", "confluent-kafka", "fast", "take the section out"):
         from anabranch.serving.stream.answer_stream import AnswerStream
     return AnswerStream(deployment, settings, service, metrics.stream, on_error, instance)
+
+
+def answer_log(
+    deployment: Deployment, settings: ServingSettings, metrics: ServingMetrics, instance: str
+) -> "AnswerLog | None":
+    """Return the log of `[serving.log]`; None without it. Raises SettingsError where its extra is missing."""
+    if settings.log is None:
+        return None
+    with needs("[serving.log]", "confluent-kafka", "fast", "take the section out"):
+        from anabranch.serving.stream.answer_log import AnswerLog
+    return AnswerLog(deployment, settings.log, metrics.log, instance)

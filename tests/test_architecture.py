@@ -120,6 +120,7 @@ WALL_CLOCK = {
     "serving/reporting/worker_pool.py": "a report's time",
     "serving/reporting/health.py": "how old the first report is that a process reads of another",
     "serving/dashboard/status.py": "the times of a chart",
+    "serving/stream/answer_log.py": "when an answer was given",
     "serving/stream/answer_stream.py": "how old messages are when they are answered",
     "serving/preflight.py": "a certificate ends at a date",
     "serving/server.py": "a report's time",

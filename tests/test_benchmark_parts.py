@@ -30,7 +30,7 @@ PARTS = {
     "search": ["streams", "cost"],
     "serving": [
         *("alone", "swaps", "base_swaps", "experts", "grpc", "tracing", "workers", "fleet", "freshness"),
-        *("device_sharing", "stream"),
+        *("device_sharing", "stream", "log"),
     ],
     "verdicts": ["equal", "worse"],
 }

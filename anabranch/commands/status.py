@@ -424,6 +424,9 @@ def _serving(report: ServingReport) -> RenderableType:
         table.add_row("latency", f"p50 {p50:.1f} ms, p99 {p99:.1f} ms")
     if report.stream is not None:
         table.add_row("stream", _stream(report.stream))
+    if report.log is not None:
+        counts = _pairs({k: f"{v:,}" for k, v in report.log.answers.items()}) or "nothing yet"
+        table.add_row("log", f"-> {report.log.topic}: {counts}")
     return table
 
 

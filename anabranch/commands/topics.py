@@ -8,7 +8,7 @@ from anabranch.command import AsJson, DryRun, command, output, say
 from anabranch.config.loader import Config
 from anabranch.ingest.kafka.producer import create_topics, partition_counts
 from anabranch.ingest.settings.stream import StreamSettings
-from anabranch.serving.settings import AnswersSettings
+from anabranch.serving.settings import ServingSettings
 
 
 @command("anabranch topics create --partitions 6")
@@ -20,9 +20,9 @@ def create(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Create the topics of the pipeline that do not exist: of events, labels, answers and dead letters."""
+    """Create the topics of the pipeline that do not exist: of events, labels, answers, their log and dead letters."""
     stream = config.pipeline.stream
-    needed = needed_topics(stream, config.pipeline.serving.stream, partitions)
+    needed = needed_topics(stream, config.pipeline.serving, partitions)
     if dry_run:
         there = partition_counts(stream, needed)
         made = [name for name in needed if name not in there]
@@ -38,10 +38,12 @@ def create(
         say(*sentences)
 
 
-def needed_topics(stream: StreamSettings, answers: AnswersSettings | None, partitions: int) -> dict[str, int]:
+def needed_topics(stream: StreamSettings, serving: ServingSettings, partitions: int) -> dict[str, int]:
     """Return the partitions of every topic that a pipeline needs, by name; dead letters need one."""
+    answers, log = serving.stream, serving.log
     answered = () if answers is None else (*answers.topics, answers.output)
-    needed = dict.fromkeys((*stream.all_topics, *answered), partitions)
+    logged = () if log is None else (log.topic,)
+    needed = dict.fromkeys((*stream.all_topics, *answered, *logged), partitions)
     if stream.dead_letter_topic is not None:
         needed.setdefault(stream.dead_letter_topic, 1)
     return needed

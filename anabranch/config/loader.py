@@ -159,7 +159,7 @@ def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
         )
         yield ("serving", "canary"), sentence
     for key, sentence in answer_conflicts(serving, pipeline.stream.resolved(pipeline.name), pipeline.name):
-        yield ("serving", "stream", key), sentence
+        yield ("serving", *key.split(".")), sentence
     teacher, unlabelled = pipeline.model.teacher, pipeline.stream.unlabelled
     for key, sentence in teacher_conflicts(teacher, unlabelled, pipeline.events.features):
         yield tuple(key.split(".")), sentence

@@ -20,6 +20,7 @@ from anabranch.core.tracing.spans import current_tracer
 from anabranch.serving.errors import BadRequestError, DeadlineExceededError, RequestError, TooManyRequestsError
 from anabranch.serving.grpc.messages import MESSAGES, SERVICE
 from anabranch.serving.grpc.tensors import parse_request, read_request, write_reply
+from anabranch.serving.http.access_log import HEADER, name_of
 from anabranch.serving.http.auth import check_one_authorization, check_read
 from anabranch.serving.http.request_body import BodyReader, HeldBytes
 from anabranch.serving.inference.request_tracing import end_request, request_span
@@ -244,6 +245,8 @@ class InferenceCalls:
             chosen.progress,
         )
         held.add(len(reply))
+        if service.log_answer is not None:
+            service.log_answer(service.signature, _request_id(context), chosen, request, answers)
         service.compare(chosen, request, answers)
         return reply
 
@@ -311,6 +314,11 @@ def _begin_span(tracer: "Tracer", metadata: Iterable[tuple[str, str | bytes]]) -
     parent = _text(metadata, TRACEPARENT)
     if tracer.chooses(parent):
         request_span.set(tracer.request(_INFER, parent, _text(metadata, TRACESTATE), _ATTRIBUTES))
+
+
+def _request_id(context: _Context) -> str:
+    given = _text(context.invocation_metadata() or (), HEADER.decode())
+    return name_of(None if given is None else given.encode()).decode()
 
 
 def _text(metadata: Iterable[tuple[str, str | bytes]], key: str) -> str | None:

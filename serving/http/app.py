@@ -138,7 +138,7 @@ class _Infer:
         body = await held.read(receive, header(scope, b"content-length"))
         async with DisconnectWatcher(receive):
             reply, length = await self._service.infer(
-                path["name"], path.get("version"), body, header_length, scope.get("client")
+                path["name"], path.get("version"), body, header_length, scope.get("client"), scope[REQUEST_ID]
             )
         if length is None:
             return Response(reply, media_type="application/json")

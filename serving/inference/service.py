@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import ParamSpec, TypeVar
 
+from anabranch.ingest.events.schema import Schema
 from anabranch.learner.versions.format import RegistryState
 from anabranch.serving.errors import (
     BadRequestError,
@@ -26,7 +27,7 @@ from anabranch.serving.protocol.tensors import Array
 from anabranch.serving.reporting.worker_pool import PoolWorker
 from anabranch.serving.rollout.commands import COMMANDS
 from anabranch.serving.rollout.hot_swap import VersionSwapper
-from anabranch.serving.settings import ServingSettings
+from anabranch.serving.settings import AnswerLogSettings, ServingSettings
 
 log = logging.getLogger("anabranch.serving")
 
@@ -37,6 +38,9 @@ _LARGE_ELEMENTS = 65_536
 
 _MOST_COUNTED = 1000
 """Versions whose requests are counted."""
+
+LogAnswer = Callable[[Signature, str, ServedVersion, Request, Mapping[str, Array]], None]
+"""Takes the signature, the request's id, the version, the request and its answers."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -57,7 +61,15 @@ class Service:
     ) -> None:
         """`worker` is this process, if it is one of several; `bugs` gets the errors that end the process."""
         self.name = deployment.name
-        self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue, deployment.embeds)
+        self.signature = Signature(
+            deployment.schema,
+            deployment.outputs(),
+            settings.max_queue,
+            deployment.embeds,
+            kept=_logged_inputs(deployment.schema, settings.log),
+        )
+        self.log_answer: LogAnswer | None = None
+        """Called with each answer to a request; of `[serving.log]`."""
         self._swap = swap
         self._batcher = batcher
         self.shadow = Shadow(
@@ -150,11 +162,17 @@ class Service:
         return state
 
     async def infer(
-        self, name: str, version: str | None, body: bytes, header_length: int | None, peer: Hashable = None
+        self,
+        name: str,
+        version: str | None,
+        body: bytes,
+        header_length: int | None,
+        peer: Hashable = None,
+        request_id: str = "",
     ) -> tuple[bytes, int | None]:
         """Answer a request by one version; return the reply's body and the length of its JSON before binary data.
 
-        `peer` names the connection of the request, if known.
+        `peer` names the connection of the request, if known, and `request_id` the request, where it has no id itself.
 
         Raises:
             RequestError: there is no prediction; the sentence gives the reason.
@@ -164,6 +182,8 @@ class Service:
         chosen, answers = await self.predict(request, version, peer)
         large = is_large(answers)
         reply = await in_thread(large, self.signature.encode, request, answers, self.name, chosen.name, chosen.progress)
+        if self.log_answer is not None:
+            self.log_answer(self.signature, request_id, chosen, request, answers)
         self.compare(chosen, request, answers)
         return reply
 
@@ -231,6 +251,13 @@ class Service:
         """Return the sentence for a request that waited in vain: how far the served version has learned."""
         current = self.version
         return f"the time is over; the served version has learned {current.trained_through if current else 'nothing'}"
+
+
+def _logged_inputs(schema: Schema, log: AnswerLogSettings | None) -> frozenset[str]:
+    if log is None:
+        return frozenset()
+    features = (feature.name for feature in schema.features) if log.features else ()
+    return frozenset((*features, *([schema.key] if schema.key is not None else ())))
 
 
 def is_large(answers: Mapping[str, Array]) -> bool:

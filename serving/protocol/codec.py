@@ -3,7 +3,7 @@
 Legend: B rows of a request. Independent of HTTP, except for the header that separates JSON from binary data.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,6 +73,7 @@ class Request:
         timeout_ms: how long to wait for such a version; None to wait until `serving.timeout`.
         embed: whether EMBEDDING is requested besides the model's outputs.
         classified: how many of the likeliest classes are requested of an output with a number for each, instead of it.
+        given: those inputs that `Signature` keeps, as they were sent; strings are an object array.
     """
 
     features: dict[str, Array]
@@ -83,6 +84,7 @@ class Request:
     timeout_ms: float | None
     embed: bool = False
     classified: Mapping[str, int] = field(default_factory=dict)
+    given: Mapping[str, Array] = field(default_factory=dict)
 
 
 class GivenInput(NamedTuple):
@@ -96,10 +98,22 @@ class GivenInput(NamedTuple):
 class Signature:
     """The inputs and outputs of the served model, and the codec between them and bytes."""
 
-    def __init__(self, schema: Schema, outputs: Sequence[TensorSpec], max_rows: int, embeds: bool = False) -> None:
-        """`embeds`: the model has an embedding."""
+    def __init__(
+        self,
+        schema: Schema,
+        outputs: Sequence[TensorSpec],
+        max_rows: int,
+        embeds: bool = False,
+        kept: Collection[str] = (),
+    ) -> None:
+        """Take `embeds`, whether the model has an embedding, and `kept`, inputs that requests keep as they were sent.
+
+        One of these that is no feature, such as the key of an event, is an input of strings that may be absent.
+        """
         self.features = {feature.name: feature for feature in schema.features}
-        self.inputs = {feature.name: input_spec(feature) for feature in schema.features}
+        others = {name: TensorSpec(name, None, ()) for name in kept if name not in self.features}
+        self.inputs = {feature.name: input_spec(feature) for feature in schema.features} | others
+        self._kept = kept
         self.outputs = {spec.name: spec for spec in outputs}
         self._classes, self._names = schema.label.one_of, None
         if _PREDICTION in self.outputs and self.outputs[_PREDICTION].shape == () and self._classes is not None:
@@ -225,17 +239,20 @@ class Signature:
 
     def _decode_raw(self, body: bytes) -> Request:
         """Read a body without JSON: all of it is the one input, and the outputs are sent as binary data."""
-        if len(self.inputs) != 1:
-            raise BadRequestError(f"a body without JSON needs a model with one input; this one has {len(self.inputs)}")
-        (spec,) = self.inputs.values()
+        if len(self.features) != 1:
+            count = len(self.features)
+            raise BadRequestError(f"a body without JSON needs a model with one input; this one has {count}")
+        spec = self.inputs[next(iter(self.features))]
         if spec.dtype is None:
             raise BadRequestError(f"a body without JSON cannot carry input {spec.name!r}, which has strings")
         rows, rest = divmod(len(body), spec.row_elements * spec.dtype.itemsize)
         if rest:
             raise BadRequestError(f"a body of {len(body)} bytes is no whole number of rows of input {spec.name!r}")
         self._check_rows(rows)
-        features = {spec.name: _column(self.features[spec.name], read_binary(spec, memoryview(body), rows))}
-        return Request(features, rows, None, dict.fromkeys(self.outputs, True), {}, None)
+        array = read_binary(spec, memoryview(body), rows)
+        features = {spec.name: _column(self.features[spec.name], array)}
+        given = {spec.name: array} if spec.name in self._kept else {}
+        return Request(features, rows, None, dict.fromkeys(self.outputs, True), {}, None, given=given)
 
     def _parse(self, text: memoryview) -> InferBody:
         return decode_json(self._decoder, text, "the body is not an inference request")
@@ -302,7 +319,8 @@ class Signature:
         )
         through, timeout_ms = read_freshness(parameters) if parameters else ({}, None)
         embed = embed and EMBEDDING not in self.outputs  # otherwise the model predicts it anyway
-        return Request(features, rows, id_, outputs, through, timeout_ms, embed, classified)
+        given = {name: arrays[name] for name in self._kept if name in arrays} if self._kept else {}
+        return Request(features, rows, id_, outputs, through, timeout_ms, embed, classified, given)
 
     def _embed(self, parameters: Parameters) -> bool:
         embed = read_flag(parameters, "return_embedding", False)

@@ -46,6 +46,14 @@ class AnswersReport(msgspec.Struct, frozen=True, kw_only=True):
     p99_seconds: float | None = None
 
 
+class LogReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `[serving.log]` has written, of all workers together."""
+
+    topic: str
+    answers: dict[str, int]
+    """Answers to rows of requests by outcome: written, dropped."""
+
+
 class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a serving process, or of all workers together."""
 
@@ -89,6 +97,8 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     """The candidate of `serving.shadow`; None without one."""
     stream: AnswersReport | None = None
     """The answers through Kafka; None without `[serving.stream]`."""
+    log: LogReport | None = None
+    """The log of answers; None without `[serving.log]`."""
     server: str | None = None
     """Its id in the fleet; None where it follows the learner of its state directory."""
     follow_lag_seconds: float | None = None

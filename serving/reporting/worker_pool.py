@@ -106,6 +106,7 @@ class WorkerPool:
             request_p99_seconds=_largest(reports, "request_p99_seconds"),
             shadow=_shadow(reports.values()),
             stream=_stream([report.stream for report in reports.values() if report.stream is not None]),
+            log=_first(reports, "log"),
             server=_first(reports, "server"),
             follow_lag_seconds=_first(reports, "follow_lag_seconds"),
             skew={

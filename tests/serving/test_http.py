@@ -26,6 +26,7 @@ from anabranch.learner.model.answer_rule import AnswerRule, Calibration
 from anabranch.learner.status.report import LearnerReport
 from anabranch.learner.status.report import write_report as write_learner_report
 from anabranch.serving.http.app import _Infer
+from anabranch.serving.http.middleware import REQUEST_ID
 from anabranch.serving.http.request_body import BodyReader
 from anabranch.serving.inference.batcher import Batcher
 from anabranch.serving.metrics import ServingMetrics
@@ -509,6 +510,7 @@ def test_metrics_have_the_promised_names(running, body_of):
         "anabranch_serving_swaps_total",
         "anabranch_serving_problems",
         "anabranch_serving_follow_lag_seconds",
+        "anabranch_serving_log_answers_total",
         "anabranch_serving_stream_messages_total",
         "anabranch_serving_stream_lag",
         "anabranch_serving_stream_answer_duration_seconds",
@@ -739,7 +741,7 @@ def test_a_body_and_its_reply_count_as_held_until_the_reply_is_read():
 
         settings = ServingSettings()
         infer = _Infer(Echo(), settings, ServingMetrics(CollectorRegistry()), BodyReader(settings))  # type: ignore[arg-type]
-        scope = {"headers": [], "path_params": {"name": "tiny"}, "type": "http", "method": "POST"}
+        scope = {"headers": [], "path_params": {"name": "tiny"}, "type": "http", "method": "POST", REQUEST_ID: "r"}
         task = asyncio.create_task(infer(scope, receive, send))  # type: ignore[arg-type]
         while not sent:
             await asyncio.sleep(0)

@@ -1119,6 +1119,12 @@ class TestAnswers:
         assert f"There is no topic {topics[1]}-none" in finding.message
         assert "anabranch topics create" in finding.fix
 
+    def test_need_a_topic_for_their_log(self, diagnose, topics, edit, make_topic, setting):
+        edit(None, f'[serving.log]\ntopic = "{topics[1]}-none"')
+        assert "or fix serving.log.topic" in only(diagnose("answers"), "topic.missing").fix
+        setting("serving.log.topic", logged := make_topic())
+        assert [each.message for each in diagnose("answers")][1] == f"Answers can be logged in {logged}."
+
     def test_need_transactions_unless_they_may_come_twice(self, diagnose, topics, setting, monkeypatch):
         monkeypatch.setattr(KafkaAdminClient, "api_versions", lambda _: {0: (0, 9), 22: (0, 4)})
         assert "at-least-once" in only(diagnose("answers"), "stream.transactions").fix

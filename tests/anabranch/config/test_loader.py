@@ -596,6 +596,21 @@ class TestAnswersInATopic:
         stream = SMALLEST["stream"] + '\ngroup_id = "learners"'
         assert sentence in refused({"stream": stream, "serving.stream": more})
 
+    @pytest.mark.parametrize(
+        ("more", "sentence"),
+        [
+            ('topic = "events"', 'serving.log.topic = "events" is of stream.topics too'),
+            ('topic = "events.dead"', 'serving.log.topic = "events.dead" is of stream.dead_letter_topic too'),
+            ('topic = "in"', 'serving.log.topic = "in" is of serving.stream.topics too'),
+            ('topic = "out"', 'serving.log.topic = "out" is of serving.stream.output too'),
+            ('topic = "log"\nsample = 0', "serving.log.sample"),
+            ('topic = "log"\nsample = 1.5', "serving.log.sample"),
+            ("sample = 0.5", "serving.log.topic"),
+        ],
+    )
+    def test_are_not_logged_into_the_topics_of_others(self, refused, more, sentence):
+        assert sentence in refused({"serving.stream": 'topics = ["in"]\noutput = "out"', "serving.log": more})
+
     def test_come_from_topics_that_are_learned_or_others(self, load):
         answers = load({"serving.stream": 'topics = ["events", "more"]\noutput = "out"'}).pipeline.serving.stream
         assert answers.group_of("tiny") == "anabranch-tiny-answers"
