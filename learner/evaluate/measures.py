@@ -208,6 +208,11 @@ class Difference:
     error: float
     rows: int
 
+    @property
+    def upper(self) -> float:
+        """Upper one-sided 95 % limit of the drop."""
+        return self.drop + 1.645 * self.error
+
 
 def resamples(outcomes: Outcomes) -> Floats:
     """Return how often each of G events is in each of R resamples, `[R, G]`; the same for the same G and groups.

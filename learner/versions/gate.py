@@ -215,6 +215,9 @@ class MeasureMonitor:
         self._evidence: dict[str, DropEvidence] = {}
         self.reason: str | None = None
         """Why candidates fail: the versions before them were withdrawn."""
+        self._seen, self._came = self._judged, 0
+        """The events of the last candidate that was held back, and what those that came until then weigh. Most leave
+        the set of a long stream soon, so that those still in it would hardly ever be enough."""
 
     def begin(self, served: Baseline, measures: Measures) -> None:
         """Compare a version that serves from now on, or count it as good where there is no other, or no measure."""
@@ -230,7 +233,7 @@ class MeasureMonitor:
 
     def hold_back(self, reason: str, rows: HoldoutRows) -> None:
         """Fail candidates until events that come from now on show no drop."""
-        self.reason, self._judged = reason, rows.hashes
+        self.reason, self._judged, self._seen, self._came = reason, rows.hashes, rows.hashes, 0
 
     def verdict(self, served: Baseline, rows: HoldoutRows, measures: Measures) -> Verdict | None:
         """Return a verdict on all versions since the last good one where they are worse; None as long as they are not.
@@ -239,7 +242,7 @@ class MeasureMonitor:
         """
         if self.last_good is None or self.first is None or not measures:
             return None
-        if (fresh := self._fresh(rows, 1)) is None:
+        if (fresh := self._fresh(rows)) is None:
             return None
         found = self._outcomes(served, rows), self._outcomes(self.last_good, rows)
         self._judged = rows.hashes
@@ -266,26 +269,34 @@ class MeasureMonitor:
     def why_held_back(self, candidate: Outcomes, rows: HoldoutRows, measures: Measures) -> str | None:
         """Return why a candidate fails whatever its own verdict; None if it does not.
 
-        That ends once it is no worse than the last good version on four batches of events since.
+        That ends once four batches of events have come, and on those that are left it is no worse than the last good
+        version, or certainly less worse than is allowed.
         """
         if self.reason is None or self.last_good is None or not measures:
             return None
-        if (fresh := self._fresh(rows, _BATCHES_OF_RELEASE)) is None:
+        if not len(rows):
             return self.reason
-        last_good = self._outcomes(self.last_good, rows)
-        found = [difference_on(fresh, measure, candidate, last_good) for measure, _ in measures]
-        if all(each is not None and each.drop <= 0 for each in found):
+        weight, least = self._weight_of(rows, _others(rows, self._seen))
+        self._seen, self._came = rows.hashes, self._came + weight
+        if self._came < _BATCHES_OF_RELEASE * least:
+            return self.reason
+        fresh, last_good = _others(rows, self._judged), self._outcomes(self.last_good, rows)
+        found = [(difference_on(fresh, measure, candidate, last_good), limit) for measure, limit in measures]
+        if all(each is not None and (each.drop <= 0 or each.upper <= limit) for each, limit in found):
             self.reason = None
         return self.reason
 
-    def _fresh(self, rows: HoldoutRows, batches: int) -> NDArray[np.bool_] | None:
-        """Return which events are new as evidence; None while they are fewer than some batches need."""
+    def _fresh(self, rows: HoldoutRows) -> NDArray[np.bool_] | None:
+        """Return which events are new as evidence; None while they are fewer than a batch needs."""
         if not len(rows):
             return None
-        fresh = ~np.isin(rows.columns["hash"].astype(np.uint64), self._judged)
-        none = np.empty((len(fresh), self._scorer.measures.columns), np.float32)
-        weight, least = weight_of(self._scorer.measures.outcomes(none, rows.columns).where(fresh))
-        return fresh if weight >= batches * least else None
+        fresh = _others(rows, self._judged)
+        weight, least = self._weight_of(rows, fresh)
+        return fresh if weight >= least else None
+
+    def _weight_of(self, rows: HoldoutRows, marks: NDArray[np.bool_]) -> tuple[int, int]:
+        none = np.empty((len(marks), self._scorer.measures.columns), np.float32)
+        return weight_of(self._scorer.measures.outcomes(none, rows.columns).where(marks))
 
     def _outcomes(self, version: Baseline, rows: HoldoutRows) -> Outcomes:
         predicted = version.scores_and_predicted(self._scorer, rows.columns)[1]
@@ -555,6 +566,11 @@ class QualityGate:
             return None
         weights = versions.weights(manifest)
         return Baseline(number, weights, rows.hashes, manifest.rule) if self.scorer.fits(weights) else None
+
+
+def _others(rows: HoldoutRows, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return which events are not of these."""
+    return ~np.isin(rows.columns["hash"].astype(np.uint64), hashes)
 
 
 def _has_failed(versions: Versions, number: int) -> bool:

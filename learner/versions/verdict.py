@@ -227,7 +227,7 @@ def _judge_measures(inputs: GateInput) -> tuple[list[str], list[str], dict[str, 
         if difference is None:
             unsure.append(f"{measure.name} is not defined on these held-out events")
             continue
-        upper = difference.drop + _Z_95 * difference.error
+        upper = difference.upper
         prefix = measure.name if name == "served" else f"{name}_{measure.name}"
         numbers |= {prefix: difference.candidate, f"{prefix}_rival": difference.baseline}
         numbers |= {f"{prefix}_drop": difference.drop, f"{prefix}_drop_upper": upper}

@@ -171,6 +171,19 @@ def test_versions_that_rank_a_little_worse_are_withdrawn_together_and_their_succ
     assert again[-1] != "fail"
 
 
+@pytest.mark.parametrize(("noise", "ends"), [(0.0, True), (0.45, False)])
+def test_holding_back_ends_also_where_most_events_of_the_set_are_older(tmp_path, noise, ends):
+    """Of 80 new positives, the set keeps 5 among its older events, since 20,000 came before."""
+    serving = Serving(tmp_path)
+    for _ in range(5):
+        serving.hold_out(4000, 8000)
+    serving.judge(0.0)
+    serving.judge(0.0)
+    serving.gate.by_measures.hold_back("worse", serving.holdout.held)
+    assert serving.judge(0.0).verdict == "fail", "40 positives are too few"
+    assert any(serving.judge(noise).verdict != "fail" for _ in range(25)) == ends
+
+
 def test_evidence_waits_for_events_of_both_classes_and_a_good_row_ends(tmp_path):
     serving = Serving(tmp_path)
     serving.judge(0.1)
