@@ -1,5 +1,6 @@
-"""A producer that never waits: what the broker does not take in time is dropped and counted."""
+"""A producer whose records may be lost: what the broker does not take in time is dropped and counted."""
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,8 @@ _TIMEOUT_MS = 20_000
 """How long to try to write a record."""
 _MOST_KILOBYTES = 32_768
 """Of records that the broker has not acknowledged."""
+_ROOM_SECONDS = 1.0
+"""How long to wait for room for a record; where that was in vain, there is no wait before there is room again."""
 
 
 class BestEffortWriter:
@@ -23,6 +26,7 @@ class BestEffortWriter:
         """Connect in the background; a broker that is away is no error. Raises SettingsError for properties."""
         self._topic = topic
         self._written = self._dropped = 0
+        self._is_full = False
         self.problem = ""
         """Why records were dropped last."""
         ours = {
@@ -35,15 +39,24 @@ class BestEffortWriter:
         self._producer: Any = make(Producer, settings, ours)
 
     def write(self, key: bytes | None, value: bytes, headers: Sequence[tuple[str, bytes]]) -> None:
-        """Hand over a record, or drop it."""
-        try:
-            self._producer.produce(self._topic, value, key, headers=headers)
-        except BufferError:
-            self._dropped += 1
-            self.problem = "the broker takes them more slowly than they come"
-        except KafkaException as exc:  # larger than any that this client sends
-            self._dropped += 1
-            self.problem = exc.args[0].str()
+        """Hand over a record, for which there may have to be room first, or drop it."""
+        end = time.monotonic() + (0.0 if self._is_full else _ROOM_SECONDS)
+        while True:
+            try:
+                self._producer.produce(self._topic, value, key, headers=headers)
+            except BufferError:
+                self._is_full = time.monotonic() >= end
+                self._producer.poll(0.0 if self._is_full else 0.1)  # which frees what the broker has taken
+                if not self._is_full:
+                    continue
+                self._dropped += 1
+                self.problem = "the broker takes them more slowly than they come"
+            except KafkaException as exc:  # larger than any that this client sends
+                self._dropped += 1
+                self.problem = exc.args[0].str()
+            else:
+                self._is_full = False
+            return
 
     def counts(self) -> tuple[int, int]:
         """Return how many records the broker has acknowledged, and how many were dropped."""

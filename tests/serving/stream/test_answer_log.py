@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import socket
+import weakref
 from types import SimpleNamespace
 
 import grpc
@@ -147,6 +148,44 @@ def test_what_does_not_fit_into_the_queue_is_dropped_and_counted(log, monkeypatc
     assert full.problem == (
         'answers are missing in "answers", the topic of [serving.log]: they come faster than this server can write them'
     )
+
+
+def test_a_large_request_is_logged_whole_by_a_broker_that_takes_it(
+    kafka, make_topic, numbers, monkeypatch, consume_all, eventually
+):
+    monkeypatch.setattr(best_effort, "_MOST_KILOBYTES", 16)  # a tenth of the request
+    topic = make_topic(1)
+    metrics = LogMetrics(*[CollectorRegistry()] * 2)
+    log = AnswerLog(of(numbers, kafka.bootstrap).deployment, AnswerLogSettings(topic=topic), metrics, "a")
+    log.start()
+    log.add(SIGNATURE, "r", VERSION, *request(None, rows=1000))
+    eventually(lambda: sum(log.report().answers.values()) == 1000)
+    log.stop()
+    assert log.report().answers == {"written": 1000}
+    assert len(consume_all(kafka.bootstrap, topic, at_least=1000)) == 1000
+
+
+class Version:
+    name, progress = "3", VERSION.progress
+
+
+def test_what_is_enqueued_keeps_neither_a_model_nor_inputs_that_are_not_logged(log):
+    version, features = Version(), {"x": np.zeros((1, 4), np.float32)}
+    asked, answers = request("r")
+    kept = [weakref.ref(version), weakref.ref(features["x"])]
+    log = log()
+    log.add(SIGNATURE, "", version, dataclasses.replace(asked, features=features), answers)
+    del version, features
+    assert [each() for each in kept] == [None, None]
+
+
+def test_strings_count_as_long_as_they_are(log, monkeypatch):
+    monkeypatch.setattr(answer_log, "_MOST_BYTES", 10_000)
+    log, (asked, answers) = log(), request("r")
+    asked = dataclasses.replace(asked, given={"card": np.array(["x" * 20_000], object)})
+    log.add(SIGNATURE, "", VERSION, asked, answers)
+    log._count()
+    assert log.report().answers == {"dropped": 1}
 
 
 def test_the_end_waits_for_a_broker_that_is_away_only_for_a_while(log, monkeypatch):
