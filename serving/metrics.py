@@ -91,6 +91,8 @@ class ServingMetrics:
             ["feature"],
             multiprocess_mode="livemax",
         )
+        self._inputs: dict[str, None] = {}
+        """The features whose index was set; processes that share their metrics can remove none."""
         self.tracing_left_out = left_out_counter(registry)
         self._answer_times = _Recent()
         self._recent_ages = _RecentRows()
@@ -126,8 +128,10 @@ class ServingMetrics:
         self._shadow_disagreement.inc(disagreement)
 
     def inputs(self, psi: Mapping[str, float], drifted: Set[str]) -> None:
-        """Set the indices of features of requests, by name; those that have drifted."""
-        for name, value in psi.items():
+        """Set the indices of features of requests, by name; those that have drifted. Of others it is 0 from now on."""
+        self._inputs |= dict.fromkeys(psi)
+        for name in self._inputs:
+            value = psi.get(name, 0.0)
             self._input_psi.labels(name).set(value)
             self._drifted_input_psi.labels(name).set(value if name in drifted else 0.0)
 

@@ -87,7 +87,8 @@ class RequestSkew:
         if found is not None and not set(found.columns) <= set(self._columns):
             found = None  # of another schema: the learner was not started with this one yet
         before, self._reference, self._read = self._reference, found, version
-        if found is None:
+        if found is None or (before is not None and before.columns != found.columns):
             self.psi, self.warnings = {}, ()
-        elif before is None or before.fits != found.fits or before.columns != found.columns:
+            self._metrics.inputs({}, frozenset())
+        if found is not None and (before is None or before.fits != found.fits or before.columns != found.columns):
             self._window = InputWindow(len(found.columns))

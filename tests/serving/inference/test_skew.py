@@ -94,13 +94,26 @@ def test_without_a_reference_nothing_is_compared(tmp_path, skew, content):
     assert not skew.warnings
 
 
-def test_a_reference_that_is_deleted_is_used_no_longer(tmp_path, skew):
+def test_a_reference_that_is_deleted_is_used_no_longer(tmp_path, skew, metrics):
     (tmp_path / FILE).write_bytes(reference().encode())
     request(skew, 1000, factor=3)
     assert len(skew.warnings) == 1
     (tmp_path / FILE).unlink()
     request(skew, 50)
     assert (skew.warnings, skew.psi) == ((), {})
+    assert 'drifted_input_psi{feature="amount"} 0.0' in metrics.exposition().decode()
+
+
+def test_a_feature_that_is_ignored_from_now_on_has_no_alert(tmp_path, skew, metrics):
+    (tmp_path / FILE).write_bytes(reference().encode())
+    request(skew, 1000, factor=3)
+    assert len(skew.warnings) == 1
+    found = InputReference.of(columns_of(SCHEMA, ["amount"]), 0.2)
+    found.fit(np.zeros((1, 1000)))
+    (tmp_path / FILE).write_bytes(found.encode())
+    request(skew, 50)
+    assert (skew.warnings, skew.psi) == ((), {})
+    assert 'drifted_input_psi{feature="amount"} 0.0' in metrics.exposition().decode()
 
 
 @pytest.mark.slow
