@@ -61,7 +61,7 @@ def arrays_of(data: Any) -> dict[str, NDArray[Any]]:
 def _array(name: object, column: Any) -> NDArray[Any]:
     try:
         array = column.to_numpy() if hasattr(column, "to_numpy") else np.asarray(column)
-    except ValueError as exc:
+    except (ValueError, TypeError, RuntimeError) as exc:  # the latter two of tensors that numpy cannot have
         raise SettingsError(f"the column {name} is no array: {exc}") from exc
     if array.ndim == 0:
         raise SettingsError(f"the column {name} is {_kind(column)}, and has to be an array with a value for each event")
@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
     if value is None or type(value).__name__ in _MISSING:
         return None
     if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
+        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
     if isinstance(value, datetime):
         return value.to_pydatetime() if hasattr(value, "to_pydatetime") else value
     return value.tolist() if hasattr(value, "tolist") else value
@@ -104,7 +104,13 @@ class EventReader:
         self._schema = schema
         self._decoder = ValueDecoder(JsonFormat(schema), schema, sys.maxsize)
         others = (schema.key, schema.time, schema.weight, schema.group, schema.label.names)
-        self._is_plain = not any(others) and not schema.label.is_list and all(map(_is_number, schema.features))
+        names = [*(feature.name for feature in schema.features), schema.label.name]
+        self._is_plain = (
+            not any(others)
+            and not schema.label.is_list
+            and all(map(_is_number, schema.features))
+            and all(len(schema.path(name)) == 1 for name in names)
+        )
         self._whole = {schema.path(each.name) for each in schema.features if each.dtype.kind in "iu"}
         if schema.label.classes is not None:
             self._whole.add(schema.path(schema.label.name))
@@ -137,12 +143,12 @@ class EventReader:
         """Return the columns of events that have numbers alone; None where the decoder has to see each."""
         columns: dict[str, Array] = {}
         for feature in self._schema.features:
-            column = _numbers(feature, arrays.get(self._schema.path(feature.name)[-1]))
+            column = _numbers(feature, arrays.get(self._schema.path(feature.name)[0]))
             if column is None:
                 return None
             columns[f"feature.{feature.name}"] = column
         rows = len(next(iter(columns.values())))
-        given = arrays.get(self._schema.path(self._schema.label.name)[-1])
+        given = arrays.get(self._schema.path(self._schema.label.name)[0])
         if given is None:
             label: Array | None = np.full(rows, self._schema.label.missing, self._schema.label.dtype)
         else:
@@ -155,7 +161,9 @@ class EventReader:
     def _decoded(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
         rows = rows_of(arrays)
         for name in (path[0] for path in self._whole if len(path) == 1 and path[0] in arrays):
-            if arrays[name].dtype.kind == "f":  # as pandas has whole numbers where some are missing
+            if (
+                arrays[name].dtype.kind == "f" and arrays[name].ndim == 1
+            ):  # as pandas has whole numbers where some are missing
                 for row in rows:
                     row[name] = int(value) if (value := row[name]).is_integer() else value
         try:

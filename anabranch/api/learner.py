@@ -89,6 +89,7 @@ class Learner:
         self._numbering = Numbering()
         self._stack = contextlib.ExitStack()
         self._open: BacktestTraining | None = None
+        self._is_closed = False
         with _own_generators(self._device):
             self._setup = build_training_setup(self._spec, self._device, built=model)
             self._begin = GeneratorStates(self._device)
@@ -220,6 +221,8 @@ class Learner:
 
     def close(self) -> None:
         """Release the buffer and its thread; nothing is saved. The learner cannot be used again."""
+        self._is_closed = True
+        self._buffer.close()
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -231,7 +234,9 @@ class Learner:
         self.close()
 
     def _training(self, contents: Any = None) -> BacktestTraining:
-        """Return what trains, which starts with the first call."""
+        """Return what trains, which starts with the first call; raise SettingsError once it is closed."""
+        if self._is_closed:
+            raise SettingsError("the learner is closed: make a new one, and load what was saved")
         if self._open is None:
             with _own_generators(self._device):
                 self._begin.restore()
@@ -252,6 +257,9 @@ def _settings(
     others: Mapping[str, Any],
 ) -> PipelineSettings:
     """Return the settings of a pipeline that has no stream and publishes nothing."""
+    for section, way in (("schema", "Learner(schema=...)"), ("replay", "Learner(replay=ReplayBuffer(...))")):
+        if section in others:
+            raise SettingsError(f"Learner: settings have [{section}], which is an argument: write {way}")
     optimizer = {"name": optimizer} if isinstance(optimizer, str) else optimizer
     learner = {"strategy": strategy, "optimizer": optimizer, **others.get("learner", {})}
     sections = {

@@ -95,6 +95,7 @@ class ReplayBuffer:
         self._store: Store | None = None
         self._of_learner: BackgroundStore | None = None
         """The store of the learner that has this buffer."""
+        self._is_closed = False
         self._step = 0
         self._numbering = Numbering()
         self._schema, self._reader = schema, None if schema is None else EventReader(schema)
@@ -169,6 +170,7 @@ class ReplayBuffer:
         Raises:
             AnabranchError: there is no `path`, or it cannot be written. The events that were saved before stay.
         """
+        self._check_open()
         if self._saved is None:
             raise SettingsError("the buffer has no path: ReplayBuffer(..., path=FOLDER) keeps its events")
         if self._store is None:
@@ -252,7 +254,13 @@ class ReplayBuffer:
         if self._store is not None or self._of_learner is not None:
             raise SettingsError("the buffer has events or a learner already: give each learner an empty one")
 
+    def _check_open(self) -> None:
+        """Raise SettingsError once it is closed: the file of its folder may be that of another buffer by now."""
+        if self._is_closed:
+            raise SettingsError("the buffer is closed: make a new one, which goes on with what is saved in its path")
+
     def _opened(self) -> Store:
+        self._check_open()
         if self._of_learner is not None:
             return self._of_learner.flush()
         if self._store is None:
@@ -327,6 +335,7 @@ class ReplayBuffer:
 
     def _release(self) -> None:
         store, saved = self._store, self._saved
+        self._is_closed = True
         self._store = self._saved = None
         if store is not None:
             store.close()

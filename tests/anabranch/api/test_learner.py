@@ -178,6 +178,7 @@ BAD = [
     ({"optimizer": {"name": "sgd", "lr": -1}}, "Learner: learner.optimizer.lr = -1"),
     ({"settings": {"learner": {"batchsize": 8}}}, "Learner: unknown key learner.batchsize; the nearest known key"),
     ({"settings": {"learner": {"replicas": 2, "device": "cpu"}}}, "Learner: replicas and meshes need processes"),
+    ({"settings": {"replay": {"capacity": 5}}}, "which is an argument: write Learner(replay=ReplayBuffer(...))"),
     ({"task": "regression"}, 'model.task is "regression", but schema.label has classes'),
     ({"model": nn.Linear(2, 3)}, "model.factory: the model fails"),
     ({"model": 3}, "returned int, not a torch.nn.Module"),
@@ -212,3 +213,6 @@ def test_what_a_learner_cannot_take_is_said(tmp_path):
         learner_of(optimizer="sgd").load(tmp_path)
     with pytest.raises(anabranch.AnabranchError, match="has what a Learner has saved, and no ReplayBuffer"):
         anabranch.ReplayBuffer(10, path=tmp_path)
+    for call in (lambda: learner.learn(batches(1)[0]), learner.measures, lambda: learner.save(tmp_path)):
+        with pytest.raises(anabranch.AnabranchError, match="the learner is closed"):
+            call()

@@ -216,6 +216,9 @@ def test_what_a_buffer_cannot_take_is_said():
     with pytest.raises(anabranch.AnabranchError, match=r"sample\(0\)"):
         buffer.sample(0)
     assert len(buffer) == 3
+    buffer.close()
+    with pytest.raises(anabranch.AnabranchError, match="the buffer is closed"):
+        buffer.add({"x": np.zeros(3, np.float32)})
 
 
 def test_one_buffer_at_a_time_has_a_folder_open(tmp_path):

@@ -162,6 +162,17 @@ def test_whole_numbers_that_a_frame_has_as_floats_are_read():
     columns = EventReader(NUMBERS).read(data)
     assert columns["feature.n"].tolist() == [1, 2, 3]
     assert columns["label"].tolist() == [2, -1, 1]
+    several = {"features": {"n": {"dtype": "int64", "shape": [2]}}, "label": {"name": "y", "classes": 3}}
+    with pytest.raises(anabranch.AnabranchError, match=r"event 0 of the data cannot be used.*\$\.n\[0\]"):
+        EventReader(anabranch.Schema(several)).read({"n": np.full((3, 2), 0.5), "y": [0, 1, 2]})
+
+
+def test_a_field_of_an_object_is_not_the_column_of_its_name():
+    fields = {"x": {"dtype": "float32"}, "u_x": {"dtype": "float32", "field": "u.x"}}
+    schema = anabranch.Schema({"features": fields, "label": {"name": "y", "field": "u.y", "classes": 3}})
+    data = {"x": np.array([7.0, 8.0]), "u": [{"x": 1.0, "y": 2}, {"x": 2.0, "y": 1}], "y": [0, 0]}
+    columns = EventReader(schema).read(data, labelled=True)
+    assert (columns["feature.u_x"].tolist(), columns["label"].tolist()) == ([1, 2], [2, 1])
 
 
 def test_read_columns_are_copies_unless_it_is_said():
