@@ -81,7 +81,8 @@ def _of_little_use(learner: LearnerReport) -> list[str]:
         elif measure is None and window in no_better(learner, constant):
             remarks.append(f"The model is no better than {constant.rule}.")
     window = "held_out" if measure is not None and "held_out" in measure.constant else "now"
-    if measure is not None and window in measure.constant:
+    # One answer for all, the share of each class, is always calibrated, and still of no use.
+    if measure is not None and learner.measure != "ece" and window in measure.constant:
         sign, rule = 1 if measure.higher else -1, "one answer for all events" if constant is None else constant.rule
         limit = measure.upper if measure.higher else measure.lower
         if sign * measure.value[window] <= sign * measure.constant[window]:

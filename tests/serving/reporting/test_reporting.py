@@ -80,6 +80,7 @@ SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8
             ("The model is worse than always answering 0. By log loss the model is worse than always answering 0."),
         ),
         (FRAUD | judged("log_loss", now=0.01, higher=False), {}, "well", "All is well."),
+        (FRAUD | judged("ece", now=0.03, higher=False), {}, "well", "All is well."),
         (FRAUD | {"outcomes": {"trained": 999}}, {}, "well", "All is well."),
         (FRAUD | {"baselines": constant(scores={"old": 1.0}), "accuracy": {"old": 1.0}}, {}, "well", "All is well."),
         (
