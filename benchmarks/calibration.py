@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from anabranch.commands.backtest.batches import Numbering, batch_of
-from anabranch.commands.backtest.training import BacktestTraining
+from anabranch.commands.backtest.runs import training_of
 from anabranch.config.loader import load_config
 from anabranch.ingest.events.block import Array
 from anabranch.learner.evaluate.calibration import calibrated, learned_rule
@@ -94,7 +94,7 @@ def answers(columns: Mapping[str, Array], spec: PipelineSettings, first: int) ->
     found: dict[str, list[Array]] = {name: [] for name in CALIBRATIONS}
     rules: dict[str, AnswerRule | None] = dict.fromkeys(CALIBRATIONS)
     with contextlib.ExitStack() as stack:
-        training, numbering, seen = BacktestTraining(spec, torch.device("cpu"), "events", stack), Numbering(), 0
+        training, numbering, seen = training_of(spec, torch.device("cpu"), "events", stack), Numbering(), 0
         for batches in _versions(columns):
             model = copy.deepcopy(training.trainer.model).eval()
             parts = training.monitor.outcomes.recent or ()
@@ -166,7 +166,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("anabranch").setLevel(logging.ERROR)  # flights have numbers that are far from all others
     results = Results("calibration", TARGETS)
-    rows, first = ((2560, 512), (60_000, 19_968), (None, 19_968))[chosen.form]
+    rows, first = ((1536, 512), (60_000, 19_968), (None, 19_968))[chosen.form]
     for name in chosen.only or STREAMS:
         results.title(f"{name}: what versions answer from event {first:,} on")
         of_stream(name, chosen, rows, first, results)

@@ -17,6 +17,7 @@ from tests.support.waiting import slowness
 ROOT = Path(__file__).parent.parent
 PARTS = {
     "backfill": ["rate", "memory"],
+    "calibration": ["elec2", "flights"],
     "capacity": ["disk", "memory", "none", "large", "wide"],
     "features": ["tabular", "ids", "groups"],
     "forgetting": ["split_mnist", "best", "experts", "auto", "strangers", "compression", "memory"],
@@ -36,7 +37,7 @@ PARTS = {
 }
 """Those that run here. Left out are `gpu`, which test_gpu_tools.py runs, and what takes a model or packages from afar:
 `pretrained`, and serving's `peer`."""
-DATA = {"features", "forgetting", "late_labels", "search"}
+DATA = {"calibration", "features", "forgetting", "late_labels", "search"}
 SEEDS = {"forgetting", "late_labels"}
 EVENTS = 2_000
 

@@ -458,7 +458,8 @@ def test_payments_are_scored_while_their_labels_are_late(kafka, tmp_path):
         file.write_text(changed(text, *names, ("localhost:9092", kafka.bootstrap), ('wait = "5s"', 'wait = "10s"')))
     environment = environment_of(tmp_path, kafka.bootstrap, f"{prefix}payments")
     page = {block.mark("run"): block.text for block in blocks(page="docs/get-started/fraud.md")}
-    assert "nothing is wrong" in shell_in(environment, page["fraud topics"], copied)
+    *_, summary = shell_in(environment, page["fraud topics"], copied).splitlines()
+    assert summary in ("nothing is wrong", "1 warning")  # of a folder that is in memory
     frauds = (copied / "events.jsonl").read_text(encoding="utf-8").count('"known_at"')
 
     def labels():

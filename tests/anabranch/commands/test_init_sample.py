@@ -112,7 +112,7 @@ def test_the_model_fits_the_schema_and_all_events_can_be_used(file, monkeypatch)
     model = FeatureLearning().convert(model, ModelContext(cpu, schema)).eval()
     assert check_model(model, task, schema, cpu) == (2,)
     names = [feature.name for feature in schema.features]
-    program, rows = _Program(model, task, names), [sample(schema, count, cpu) for count in (3, 5)]
+    program, rows = _Program(model, task, names, None), [sample(schema, count, cpu) for count in (3, 5)]
     traced = _traced(program, list(rows[0].values()), 1).module()
     for features in rows:
         answers = zip(traced(*features.values()).values(), program(*features.values()).values(), strict=True)
