@@ -117,7 +117,8 @@ def test_the_joined_set_is_that_of_an_offline_join_whenever_the_learner_is_kille
     joined = killed_while_events_wait(
         tmp_path, kafka.bootstrap, flights(3000, seed=2), kills=2, checkpoint_every="300ms", seed=3
     )
-    assert (joined.kills, joined.differs, joined.twice, joined.other) == (2, 0, 0, 0)
+    assert (joined.differs, joined.twice, joined.other) == (0, 0, 0)
+    assert joined.kills >= 1  # a fast machine may be done before the second
     assert joined.exact
     assert joined.timed_out > 50
 
