@@ -109,12 +109,13 @@ class Learner:
             The mean loss of the new events before training on them; NaN where no step was finite.
 
         Raises:
-            AnabranchError: an event cannot be used, and nothing is learned; or the model raises on all of a step.
+            AnabranchError: an event cannot be used, and nothing is learned; or no event of a step can be learned from.
+            Exception: what the model raises, as it is.
         """
         columns = self._numbering.add(self._reader.read(data, labelled=True))
         training, size = self._training(), self._spec.learner.batch_size
         rows, loss = 0, 0.0
-        with _own_generators(self._device):
+        with _own_generators(self._device), torch.inference_mode(mode=False), torch.enable_grad():
             for begin in range(0, len(columns["label"]), size):
                 part = {name: column[begin : begin + size] for name, column in columns.items()}
                 taken = training.take(batch_of(part))
@@ -199,10 +200,13 @@ class Learner:
         """
         if self._open is not None:
             raise SettingsError("this learner has begun already: load into a new one")
+        nothing = SettingsError(f"{path} has no learner: Learner.save writes one")
+        if not Path(path).is_dir():  # which would be made
+            raise nothing
         with contextlib.closing(SavedState(Path(path), "Learner")) as saved:
             found = saved.newest()
             if found is None:
-                raise SettingsError(f"{path} has no learner: Learner.save writes one")
+                raise nothing
             known = saved.facts_of(found)
             if known["schema"] != self._schema.digest:
                 raise SettingsError(f"the learner in {path} has another schema")
@@ -275,6 +279,8 @@ def _settings(
     spec = checked(PipelineSettings, "", sections, "Learner")
     for _, sentence in conflicts(facts(spec)):
         raise SettingsError(f"Learner: {sentence}")
+    if "task" in others:
+        raise SettingsError("Learner: settings have [task], by which versions answer, which only a pipeline has")
     if spec.learner.replicas > 1 or spec.learner.mesh is not None:
         raise SettingsError("Learner: replicas and meshes need processes, which only a pipeline has")
     return spec

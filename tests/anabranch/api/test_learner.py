@@ -179,6 +179,7 @@ BAD = [
     ({"settings": {"learner": {"batchsize": 8}}}, "Learner: unknown key learner.batchsize; the nearest known key"),
     ({"settings": {"learner": {"replicas": 2, "device": "cpu"}}}, "Learner: replicas and meshes need processes"),
     ({"settings": {"replay": {"capacity": 5}}}, "which is an argument: write Learner(replay=ReplayBuffer(...))"),
+    ({"settings": {"task": {"calibrate": "platt"}}}, "Learner: settings have [task], by which versions answer"),
     ({"task": "regression"}, 'model.task is "regression", but schema.label has classes'),
     ({"model": nn.Linear(2, 3)}, "model.factory: the model fails"),
     ({"model": 3}, "returned int, not a torch.nn.Module"),
@@ -193,7 +194,28 @@ def test_what_does_not_fit_is_said_when_the_learner_is_made(arguments, sentence)
     assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_learns_where_gradients_are_off(mode):
+    with learner_of() as learner, mode():
+        assert learner.learn(batches(1)[0]) > 0
+        assert learner.measures()["steps"] == 4
+
+
+def test_what_the_model_raises_is_raised_as_it_is():
+    def fail(*_):
+        raise ValueError("the model's own error")
+
+    with learner_of() as learner:
+        learner.learn(batches(1)[0])
+        learner.model.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="the model's own error"):
+            learner.learn(batches(1)[0])
+
+
 def test_what_a_learner_cannot_take_is_said(tmp_path):
+    with pytest.raises(anabranch.AnabranchError, match="nowhere has no learner"):
+        learner_of().load(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
     with learner_of() as learner:
         with pytest.raises(anabranch.AnabranchError, match=f"{tmp_path} has no learner"):
             learner_of().load(tmp_path)
