@@ -3,6 +3,7 @@
 from anabranch.core.extras import needs
 from anabranch.ingest.backfill.history_rows import HistorySource
 from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.envelopes.change_events import RowEnvelope
 from anabranch.ingest.settings.stream import StreamSettings
 
 
@@ -15,4 +16,5 @@ def history_of(stream: StreamSettings, schema: Schema, seed: int) -> HistorySour
         from anabranch.ingest.backfill.kafka_history import KafkaHistory
     if stream.backfill.identity is not None:
         return KafkaHistory(stream, schema)
-    return FileHistory(stream.backfill, schema, seed, int(stream.max_message_bytes), need_label=stream.needs_label)
+    longest, envelope = int(stream.max_message_bytes), RowEnvelope.of(stream, schema)
+    return FileHistory(stream.backfill, schema, seed, longest, need_label=stream.needs_label, envelope=envelope)

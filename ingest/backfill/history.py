@@ -25,6 +25,7 @@ from anabranch.ingest.backfill.row_tables import FileRows, RowTables, Seek
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.events.position import Fingerprint, PartitionFingerprint, Position
 from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.envelopes.change_events import NO_ENVELOPE, RowEnvelope
 from anabranch.ingest.settings.backfill import BackfillSettings
 from anabranch.ingest.transport.protocol import HistoryProgress
 
@@ -75,11 +76,18 @@ class FileHistory:
     """The files of `[stream.backfill]`, pass after pass. Used by one thread; another one reads a chunk ahead."""
 
     def __init__(
-        self, settings: BackfillSettings, schema: Schema, seed: int, longest: int, *, need_label: bool = False
+        self,
+        settings: BackfillSettings,
+        schema: Schema,
+        seed: int,
+        longest: int,
+        *,
+        need_label: bool = False,
+        envelope: RowEnvelope = NO_ENVELOPE,
     ) -> None:
-        """`seed` orders the rows of shuffled windows; JSON lines of more than `longest` bytes are rejected.
+        """`seed` orders the rows of shuffled windows; lines of more than `longest` bytes are rejected.
 
-        `need_label`: rows without a label are skipped.
+        `need_label`: rows without a label are skipped. `envelope`: what JSON lines may be in.
         """
         self._need_label = need_label
         self._settings = settings
@@ -91,7 +99,7 @@ class FileHistory:
             raise SettingsError(
                 'stream.backfill.order = "time" needs stream.backfill.time or [schema.time]: name the column with it'
             )
-        self._open_files = RowFiles(settings, schema, self.times, longest)
+        self._open_files = RowFiles(settings, schema, self.times, longest, envelope)
         self._files: list[FileMark] = []
         self.partitions: list[TopicPartition] = []
         """A partition for each file and pass, in the order in which they are read."""

@@ -1,7 +1,12 @@
-"""Rows of a file of JSON lines: each line is a row, decoded as a message of `stream.format = "json"` is."""
+"""Rows of a file of JSON lines: each line is a row, decoded as a message of `stream.format = "json"` is.
 
+Lines may be in the envelope of the stream, as messages are.
+"""
+
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import msgspec
@@ -13,13 +18,16 @@ from typing_extensions import override
 from anabranch.ingest.backfill.row_tables import CHUNK_ROWS, Decoder, FileRows, RowTables, Seek
 from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_than_lines, start_of, unpacked
 from anabranch.ingest.events.schema import UNITS, Schema
-from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined, seconds_of
+from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined, nothing, seconds_of
+from anabranch.ingest.formats.envelopes.change_events import NO_ENVELOPE, Delete, RowEnvelope
 from anabranch.ingest.formats.json import JsonFormat
 from anabranch.ingest.formats.json_text import decoded
 
 LINE = "line"
-"""The only column of the tables: the bytes of a line."""
-_CHUNK_BYTES = 4_000_000
+"""A column of the tables: the bytes of a line."""
+FAULT = "fault"
+"""Another, of files whose rows became lines: why a row is none; empty where it is one."""
+LINES_BYTES = 4_000_000
 """Bytes of lines that are decoded together; decoded values may take many times as much memory."""
 _COUNT_BYTES = 1 << 20
 _BLANK = re.compile(rb"\n[ \t\r\x0b\x0c]*(?=\n)")
@@ -74,7 +82,7 @@ class JsonlRows(RowTables):
         while True:
             lines: list[bytes] = []
             size = 0
-            while len(lines) < CHUNK_ROWS and size < _CHUNK_BYTES and (line := self._line()) is not None:
+            while len(lines) < CHUNK_ROWS and size < LINES_BYTES and (line := self._line()) is not None:
                 lines.append(line[0])
                 size += line[1]
             if not lines:
@@ -105,11 +113,12 @@ class JsonlRows(RowTables):
 class LineDecoder(Decoder):
     """Decodes JSON lines."""
 
-    def __init__(self, schema: Schema, time: str | None, longest: int) -> None:
+    def __init__(self, schema: Schema, time: str | None, longest: int, envelope: RowEnvelope = NO_ENVELOPE) -> None:
         """Take `time`, the field of record times if there is one; longer lines than `longest` bytes are rejected."""
         super().__init__(schema)
         self._format = JsonFormat(schema)
         self._longest = longest
+        self._envelope = envelope
         self._time, self._unit = time and schema.path(time), schema.time_unit if time == schema.time else "s"
         kind: Any = float | str | None
         for part in reversed(self._time or ()):
@@ -118,7 +127,7 @@ class LineDecoder(Decoder):
 
     @override
     def columns_in(self, schema: Any) -> list[str]:
-        return [LINE]
+        return [name for name in (LINE, FAULT) if name in schema.names]
 
     @override
     def problem(self, schema: Any) -> str | None:
@@ -127,19 +136,25 @@ class LineDecoder(Decoder):
     @override
     def decode(self, table: Any) -> Decoded:
         lines = table.column(LINE).to_pylist()
-        long = [index for index, line in enumerate(lines) if len(line) > self._longest]
-        if not long:
-            return self._format.decode(lines)
-        out = set(long)
-        fair = np.array([index for index in range(len(lines)) if index not in out], np.int32)
-        rejects = [Reject(index, WHOLE_MESSAGE, f"oversized: more than {self._longest} bytes") for index in long]
-        decoded = self._format.decode([lines[index] for index in fair.tolist()]).at(fair)
-        return joined(
-            [
-                decoded,
-                Decoded(decoded.message[:0], decoded.row[:0], {n: c[:0] for n, c in decoded.columns.items()}, rejects),
-            ]
-        )
+        faults = table.column(FAULT).to_pylist() if FAULT in table.column_names else [""] * len(lines)
+        rows: dict[int, bytes] = {}
+        rejects, deletes = [], {}
+        for index, (line, fault) in enumerate(zip(lines, faults, strict=True)):
+            try:
+                row = _fair(line, fault, self._longest, self._envelope)
+            except ValueError as exc:
+                rejects.append(Reject(index, WHOLE_MESSAGE, str(exc)))
+                continue
+            if isinstance(row, Delete):
+                rejects.append(Reject(index, WHOLE_MESSAGE, row.reason))
+                deletes[index] = row.key
+            else:
+                rows[index] = row
+        decoded = self._format.decode(list(rows.values()))
+        if not rejects:
+            return decoded
+        others = replace(nothing(self._schema, rejects), deletes=deletes)
+        return joined([decoded.at(np.array(list(rows), np.int32)), others])
 
     @override
     def times_ms(self, table: Any) -> NDArray[np.int64]:
@@ -152,7 +167,8 @@ class LineDecoder(Decoder):
     def _time_of(self, line: bytes) -> int:
         """Return the time of a line in milliseconds since 1970; 0 where it has none that can be read."""
         try:
-            time: Any = decoded(self._times.decode, line)
+            row = self._envelope.row(line)
+            time: Any = None if isinstance(row, Delete) else decoded(self._times.decode, row)
             while isinstance(time, msgspec.Struct):
                 time = getattr(time, "inner")  # noqa: B009 a struct that mypy does not know
             if isinstance(time, str):
@@ -166,4 +182,14 @@ class LineDecoder(Decoder):
     @override
     def text(self, table: Any, row: int) -> bytes:
         line: bytes = table.column(LINE)[row].as_py()
+        with contextlib.suppress(ValueError):
+            event = self._envelope.row(line)
+            return line if isinstance(event, Delete) else event
         return line
+
+
+def _fair(line: bytes, fault: str, longest: int, envelope: RowEnvelope) -> bytes | Delete:
+    """Return the row in a line; raises ValueError where there is none, with the reason."""
+    if fault or len(line) > longest:
+        raise ValueError(fault or f"oversized: more than {longest} bytes")
+    return envelope.row(line)

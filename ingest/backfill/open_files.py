@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from anabranch.core.errors import SettingsError
+from anabranch.ingest.backfill.csv_file import CsvRows
 from anabranch.ingest.backfill.files import FileMark, FileStore, listed, store_of
 from anabranch.ingest.backfill.jsonl_file import LINE, JsonlRows, LineDecoder
 from anabranch.ingest.backfill.parquet_file import ParquetRows
@@ -23,6 +24,7 @@ from anabranch.ingest.backfill.row_tables import CHUNK_BYTES, CHUNK_ROWS, Decode
 from anabranch.ingest.errors import HistoryAwayError, HistoryError
 from anabranch.ingest.events.block import BlockLayout
 from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.envelopes.change_events import NO_ENVELOPE, RowEnvelope
 from anabranch.ingest.settings.backfill import BackfillSettings, FileFormat
 
 _AT_ONCE = 16
@@ -40,9 +42,17 @@ _WAY_OUT = (
 class RowFiles:
     """Files of rows, by their marks. Thread-safe."""
 
-    def __init__(self, settings: BackfillSettings, schema: Schema, time: str | None, longest: int) -> None:
-        """Take `time`, the column of record times; see `LineDecoder`."""
+    def __init__(
+        self,
+        settings: BackfillSettings,
+        schema: Schema,
+        time: str | None,
+        longest: int,
+        envelope: RowEnvelope = NO_ENVELOPE,
+    ) -> None:
+        """Take `time`, the column of record times, and what JSON lines may be in; see `LineDecoder`."""
         self._settings = settings
+        self._schema = schema
         self._time = time
         self._label = schema.label.name
         self._longest = longest
@@ -50,7 +60,8 @@ class RowFiles:
         """Most rows that are decoded together."""
         self._decoders: dict[FileFormat, Decoder] = {
             "parquet": RowDecoder(schema, time, longest),
-            "jsonl": LineDecoder(schema, time, longest),
+            "jsonl": LineDecoder(schema, time, longest, envelope),
+            "csv": LineDecoder(schema, time, longest),
         }
 
     def decoder(self, mark: FileMark) -> Decoder:
@@ -84,10 +95,7 @@ class RowFiles:
         _check_unchanged(store, mark)
         try:
             with store.open(mark) as file:
-                is_parquet = self._settings.format_of(mark.name) == "parquet"
-                rows: RowTables = (
-                    ParquetRows(file, self.chunk_rows) if is_parquet else JsonlRows(file, mark.name, self._longest)
-                )
+                rows = self._rows(file, mark.name)
                 try:
                     self._check_schema(mark, rows)
                     yield rows
@@ -100,6 +108,15 @@ class RowFiles:
                 ) from exc
             _check_unchanged(store, mark)  # a file that was changed while it was read is not damaged
             raise self.damaged(mark, str(exc).partition("\n")[0]) from exc
+
+    def _rows(self, file: BinaryIO, name: str) -> RowTables:
+        kind = self._settings.format_of(name)
+        if kind == "parquet":
+            return ParquetRows(file, self.chunk_rows)
+        if kind == "csv":
+            delimiter = self._settings.delimiter_of(name)
+            return CsvRows(file, name, delimiter, self._schema, self._time, self._longest)
+        return JsonlRows(file, name, self._longest)
 
     def check_unchanged(self, mark: FileMark) -> None:
         """Raise HistoryError where a file is no longer the one that was listed."""
@@ -137,8 +154,8 @@ class RowFiles:
         """Return that no file has labels, if so; each may lack the column, and its rows have none then."""
         for mark in marks:
             with self.opened(mark) as rows:
-                known = self._label in self.decoder(mark).columns_in(rows.schema) and not rows.is_null(self._label)
-                if known or LINE in rows.schema.names:
+                may_have = {LINE, self._label} & {*self.decoder(mark).columns_in(rows.schema)}
+                if may_have and not rows.is_null(self._label):
                     return None
         name = f"no file has a value in the column {self._label} of [schema.label], so that nothing can be learned"
         folders = (folder for mark in marks for folder in mark.name.split("/"))

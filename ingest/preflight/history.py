@@ -11,6 +11,7 @@ from anabranch.core.preflight import Finding, info, ok, problem, warning
 from anabranch.ingest.backfill.files import FileMark, listed
 from anabranch.ingest.errors import BrokerError, HistoryAwayError, HistoryError
 from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.envelopes.change_events import RowEnvelope
 from anabranch.ingest.kafka.topic_inspector import Inspector
 from anabranch.ingest.preflight.broker import reach
 from anabranch.ingest.settings.backfill import BackfillSettings
@@ -23,7 +24,7 @@ _AT_ONCE = 16
 _NAMED = 3
 """Files that are named; of the others with a fault there is a count."""
 _LINES = 20
-"""Lines of a file of JSON lines that are decoded."""
+"""Rows of a file of text that are decoded."""
 _ROWS_A_SECOND = 10_000
 """Assumed rate of training where no learner has reported how fast it reads the history."""
 
@@ -88,7 +89,8 @@ def _files(stream: StreamSettings, schema: Schema) -> "RowFiles":
 
     settings = stream.backfill
     assert settings is not None
-    return RowFiles(settings, schema, settings.time or schema.time, int(stream.max_message_bytes))
+    longest, envelope = int(stream.max_message_bytes), RowEnvelope.of(stream, schema)
+    return RowFiles(settings, schema, settings.time or schema.time, longest, envelope)
 
 
 def _inspect(mark: FileMark, stream: StreamSettings, schema: Schema) -> _Inspected:
@@ -102,9 +104,11 @@ def _inspect(mark: FileMark, stream: StreamSettings, schema: Schema) -> _Inspect
                 return _Inspected(rows.rows, _check_identity(mark, rows.schema.names, settings))
             decoder = files.decoder(mark)
             for part in rows.tables(decoder.columns_in(rows.schema), 0):
-                rejects = decoder.decode_all(part.table.slice(0, _LINES)).rejects
+                decoded = decoder.decode_all(part.table.slice(0, _LINES))
+                rejects = [reject for reject in decoded.rejects if reject.message not in decoded.deletes]
                 if rejects:
-                    message = f"{mark.name}: line {rejects[0].message + 1} cannot be used: {rejects[0].reason}."
+                    what = f"row {rejects[0].message + 1} cannot be used: {rejects[0].reason}"
+                    message = f"{mark.name}: {what}."
                     return _Inspected(
                         None,
                         warning(

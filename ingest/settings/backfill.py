@@ -8,15 +8,22 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from anabranch.core.settings import Section, written
 
-FileFormat = Literal["parquet", "jsonl"]
-SUFFIXES: dict[str, FileFormat] = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+FileFormat = Literal["parquet", "jsonl", "csv"]
+SUFFIXES: dict[str, FileFormat] = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
 """The format of files by the end of their name."""
 
 _HistoryName = Annotated[str, written("[A-Za-z0-9._-]{1,200}", 'letters, digits, ".", "_" and "-", 200 at most')]
 
 
 def _written_format(name: str) -> FileFormat | None:
-    """Return the format that the end of a name says; JSON lines may be compressed with gzip."""
+    """Return the format that the end of a name says; JSON lines and CSV may be compressed with gzip."""
     written = SUFFIXES.get(PurePosixPath(name.removesuffix(".gz")).suffix)
     return None if written == "parquet" and name.endswith(".gz") else written
 
@@ -50,8 +57,10 @@ class BackfillSettings(Section):
     """Globs, relative to the config's folder, or URLs (`s3://`, `gs://`, `az://`, `https://`; extra `storage`). The
     learner lists the files once, at the first start."""
     format: FileFormat | None = None
-    """Format of the files; by default that of their suffix (`.parquet`, `.pq`, `.jsonl`, `.ndjson`, the last two also
-    with `.gz`). JSON lines may be compressed with gzip under any name."""
+    """Format of the files; by default that of their suffix (`.parquet`, `.pq`, `.jsonl`, `.ndjson`, `.csv`, `.tsv`, all
+    but the first two also with `.gz`). JSON lines and CSV may be compressed with gzip under any name."""
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    """What is between the cells of CSV; by default a tab for `.tsv`, else a comma."""
     order: Literal["name", "time", "given"] = "name"
     """Order of the files: by name, by the earliest value of the column `time`, or as `files` lists them."""
     time: Annotated[str, Field(min_length=1)] | None = None
@@ -84,6 +93,10 @@ class BackfillSettings(Section):
         """Return the format of a file; `format` is set, or all patterns end with a suffix that says it."""
         return self.format or _written_format(name) or "parquet"
 
+    def delimiter_of(self, name: str) -> str:
+        """Return what is between the cells of a CSV file."""
+        return self.delimiter or ("\t" if PurePosixPath(name.removesuffix(".gz")).suffix == ".tsv" else ",")
+
     def below(self, folder: Path) -> Self:
         """Return the section with relative patterns below a folder."""
         files = tuple(pattern if "://" in pattern else str((folder / pattern).absolute()) for pattern in self.files)
@@ -98,8 +111,8 @@ class BackfillSettings(Section):
         for pattern in self.files if self.format is None else ():
             if _written_format(pattern) is None:
                 raise ValueError(
-                    f'files: "{pattern}" does not end with {", ".join(SUFFIXES)}; end it so, or set format = "parquet" '
-                    'or "jsonl"'
+                    f'files: "{pattern}" does not end with {", ".join(SUFFIXES)}; end it so, or set format = '
+                    '"parquet", "jsonl" or "csv"'
                 )
         if self.identity is not None and any(self.format_of(pattern) != "parquet" for pattern in self.files):
             raise ValueError("identity needs Parquet files, whose columns of offsets are read ahead of the others")

@@ -208,6 +208,8 @@ class StreamSettings(Section):
         for name in map(self.backfill.topic_of, range(self.backfill.epochs)):
             if name in taken:
                 raise ValueError(f"backfill.name: {name} is the name of a topic; choose another")
+        if self.backfill.shuffle and self.envelope == "debezium" and self.deletes == "erase":
+            raise ValueError('backfill.shuffle does not go with deletes = "erase", which erases earlier events')
         if self.backfill.identity is not None and self.backfill.identity.topic is None and len(self.topics) > 1:
             raise ValueError("backfill.identity.topic is missing: with several topics a column has to name each row's")
         return self

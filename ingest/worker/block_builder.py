@@ -211,6 +211,7 @@ class BlockBuilder:
         source = [Incoming(empty(name), index, Position(0)) for name, index in zip(rows.counts, indexes, strict=True)]
         self._assign_outcomes(columns, source, part, np.zeros(len(part), np.bool_))
         again = np.array([name.history > 1 for name in rows.counts], np.bool_)[part]
+        _mark_deletes(columns, rows.decoded.deletes, again)
         skip_repeated(columns, again)
         letters = [
             dead_letter(
@@ -220,7 +221,7 @@ class BlockBuilder:
                 [("anabranch-format", b"json")],
             )
             for reject in rows.decoded.rejects
-            if not again[reject.message]
+            if not again[reject.message] and reject.message not in rows.decoded.deletes
         ]
         heavy, unknown = len(rows.decoded.overweight), rows.decoded.unknown_fields
         return Assembled(columns, list(rows.counts.values()), letters, 0, unknown, heavy, None, source)
@@ -379,6 +380,14 @@ def _mark_tombstones(columns: dict[str, Array], message: NDArray[np.int32], tomb
         columns["outcome"][rows] = np.uint8(Outcome.SKIPPED)
         columns["reason"][rows] = np.uint8(SkipReason.TOMBSTONE)
         columns["key_hash"][rows] = hash_texts([tombstones[int(message[row])] for row in rows.tolist()])
+
+
+def _mark_deletes(columns: dict[str, Array], deletes: Mapping[int, bytes], again: NDArray[np.bool_]) -> None:
+    """Skip the rows of files that are deletes; those with a key erase its events, at the first pass over a file."""
+    rows = np.array(list(deletes), np.int64)
+    columns["outcome"][rows], columns["reason"][rows] = np.uint8(Outcome.SKIPPED), np.uint8(SkipReason.DELETED)
+    erasing = {row: key for row, key in deletes.items() if key and not again[row]}
+    _mark_tombstones(columns, np.arange(len(columns["outcome"]), dtype=np.int32), erasing)
 
 
 def _of_all(numbers: Sequence[Sequence[int]]) -> NDArray[np.int64]:

@@ -5,8 +5,6 @@ history reads.
 """
 
 import contextlib
-import csv
-import io
 import itertools
 import sys
 import zlib
@@ -21,12 +19,13 @@ from typing import Annotated, Any, BinaryIO, Literal, Protocol
 import msgspec
 import typer
 
-from anabranch.commands.event_files.columns import Columns, cell_reader, values_of
 from anabranch.core.errors import SettingsError
 from anabranch.core.extras import needs
-from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_format, other_than_lines, start_of, unpacked
+from anabranch.ingest.backfill.csv_text import CsvText
+from anabranch.ingest.backfill.table_columns import Columns, values_of
+from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_than_lines, unpacked
 from anabranch.ingest.events.schema import UNITS, Schema
-from anabranch.ingest.formats.envelopes.change_events import row_in
+from anabranch.ingest.formats.envelopes.change_events import Delete, RowEnvelope
 from anabranch.ingest.formats.event_fields import value_at
 from anabranch.ingest.formats.json_text import decoded
 
@@ -36,7 +35,6 @@ SourceFormat = Literal["jsonl", "csv", "parquet"]
 
 _SUFFIXES: dict[str, SourceFormat] = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 _PARQUET_ROWS = 1024
-_MAX_CELL_BYTES = 100_000_000
 
 
 FileArgument = Annotated[
@@ -118,7 +116,7 @@ def open_source(
                 delimiter = delimiter or ("\t" if stem.suffix.lower() == ".tsv" else ",")
                 if len(delimiter) != 1:
                     raise SettingsError(f"--delimiter {delimiter!r}: it is one character")
-                yield _Csv(file, raw, total, delimiter, name, schema, checked=checked)
+                yield _Csv(CsvText(file, name, delimiter, schema, checked=checked), raw, total)
             else:
                 yield _JsonLines(file, raw, total, name, checked=checked, envelope=envelope)
         except (OSError, EOFError, zlib.error) as exc:
@@ -163,7 +161,7 @@ class _JsonLines:
     def __init__(
         self, file: BinaryIO, raw: BinaryIO, total: int | None, name: str, *, checked: bool, envelope: str
     ) -> None:
-        self._envelope = envelope if envelope in ("connect", "debezium") else None
+        self._envelope = RowEnvelope(envelope)
         self.left_out: list[str] = []
         self._name = name
         self._file = file
@@ -193,11 +191,12 @@ class _JsonLines:
             raise SettingsError(f"{self._name} cannot be read as JSON lines: {why}")
         for number, line in itertools.chain([first], ahead, lines):
             try:
-                content = line if self._envelope is None else row_in(self._envelope, line)
+                row = self._envelope.row(line)
             except ValueError as exc:
                 yield FileRecord(f"line {number}", line, str(exc))
             else:
-                yield FileRecord(f"line {number}", content)
+                content, fault = (line, row.reason) if isinstance(row, Delete) else (row, "")
+                yield FileRecord(f"line {number}", content, fault)
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield the lines that are not blank, with their numbers."""
@@ -208,77 +207,25 @@ class _JsonLines:
 
 
 class _Csv:
-    def __init__(
-        self,
-        file: BinaryIO,
-        raw: BinaryIO,
-        total: int | None,
-        delimiter: str,
-        name: str,
-        schema: Schema | None,
-        *,
-        checked: bool,
-    ) -> None:
-        csv.field_size_limit(_MAX_CELL_BYTES)
-        what = other_format(start_of(file))
-        if what is not None:
-            raise SettingsError(f"{name} cannot be read as CSV: it is {what}; write it as UTF-8")
-        self._raw = raw
-        self._name = name
+    def __init__(self, text: CsvText, raw: BinaryIO, total: int | None) -> None:
+        self._raw, self._text = raw, text
         self.total = total
-        self._text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        self._rows = csv.reader(self._text, delimiter=delimiter, strict=True)
-        self._line = 0
-        header = self._next()
-        if header is None:
-            raise SettingsError(f"{name} is empty: the first line of CSV names the columns")
-        self._width = len(header)
-        self._header = header
-        self._columns = None if schema is None else Columns(schema, header, name, checked=checked)
-        self._read = {} if schema is None else {field: cell_reader(schema, field) for field in schema.names}
-        self._checked = checked
-        self.left_out = [] if self._columns is None else self._columns.unknown
+        self.left_out = [] if text.columns is None else text.columns.unknown
 
     def done(self) -> int:
         return self._raw.tell() if self.total is not None else 0
 
     def __iter__(self) -> Iterator[FileRecord]:
-        while True:
+        for line, cells, fault in self._text:
+            event: dict[str, Any] = {}
             try:
-                cells = self._next()
-                if cells is None:
-                    return
-                if len(cells) != self._width:
-                    fault = f"it has {len(cells)} cells, but the header has {self._width}"
-                    yield FileRecord(f"line {self._line}", {}, fault)
-                    continue
-                if self._columns is None:
-                    event = {name: cell or None for name, cell in zip(self._header, cells, strict=True)}
-                else:
-                    event = self._columns.event(cells, "", self._value)
-            except (csv.Error, ValueError) as exc:
-                yield FileRecord(f"line {self._line}", {}, str(exc))
-            else:
-                yield FileRecord(f"line {self._line}", event)
-
-    def _next(self) -> list[str] | None:
-        """Return the next row that is not blank, and remember the line on which it begins."""
-        while True:
-            self._line = self._rows.line_num + 1
-            try:
-                cells = next(self._rows, None)
-            except UnicodeDecodeError as exc:
-                raise SettingsError(f"{self._name} is not UTF-8 text, near line {self._line}") from exc
-            if cells != []:
-                return cells
-
-    def _value(self, field: str, cell: str, *, whole: bool) -> Any:
-        try:
-            return self._read[field](cell, whole)
-        except (ValueError, msgspec.DecodeError) as exc:
-            if not self._checked:
-                return cell
-            raise ValueError(f"{field} = {cell[:80]!r} {exc}") from exc
+                if not fault and self._text.columns is not None:
+                    event = self._text.event(cells)
+                elif not fault:
+                    event = {name: cell or None for name, cell in zip(self._text.header, cells, strict=True)}
+            except ValueError as exc:
+                fault = str(exc)
+            yield FileRecord(f"line {line}", event, fault)
 
 
 class _Parquet:

@@ -17,6 +17,7 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Format, Headers, Reject, joined, nothing
 from anabranch.ingest.formats.event_fields import value_at
 from anabranch.ingest.formats.json_text import decoded
+from anabranch.ingest.settings.stream import StreamSettings
 
 _NULL = b"null"
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -37,10 +38,11 @@ class _ChangeError(ValueError):
     """A message has no envelope, or none that can be read."""
 
 
-class _Delete(NamedTuple):
+class Delete(NamedTuple):
     """A delete of the events of a key; empty: of none."""
 
     key: bytes
+    reason: str = "debezium: a row was deleted"
 
 
 class ConnectFormat(Format):
@@ -59,8 +61,8 @@ class ConnectFormat(Format):
             except _ChangeError as exc:
                 rejects.append(Reject(index, WHOLE_MESSAGE, str(exc)))
                 continue
-            if isinstance(event, _Delete):
-                rejects.append(Reject(index, WHOLE_MESSAGE, "debezium: a row was deleted"))
+            if isinstance(event, Delete):
+                rejects.append(Reject(index, WHOLE_MESSAGE, event.reason))
                 deletes[index] = event.key
                 continue
             events.append(event)
@@ -72,7 +74,7 @@ class ConnectFormat(Format):
         others = replace(nothing(self.schema, rejects), deletes=deletes)
         return joined([inner.at(np.array(indexes, np.int32)), others])
 
-    def _event(self, value: bytes) -> bytes | _Delete:
+    def _event(self, value: bytes) -> bytes | Delete:
         """Return the event in a message, or what the message is instead."""
         return _present(_read(value, "connect").payload, "connect: its payload")
 
@@ -86,50 +88,70 @@ class DebeziumFormat(ConnectFormat):
     def __init__(self, schema: Schema, inner: Format, *, erases: bool) -> None:
         """`erases`: a delete erases the events of its key; otherwise, it is skipped."""
         super().__init__(schema, inner)
-        self._key = schema.key if erases else None
+        self._key = schema.path(schema.key) if erases and schema.key else None
 
-    def _event(self, value: bytes) -> bytes | _Delete:
+    def _event(self, value: bytes) -> bytes | Delete:
         change = _read(value, "debezium")
         if change.op is UNSET and not isinstance(change.payload, UnsetType):
             change = _read(bytes(change.payload), "debezium")
         if change.op == "d":
-            return self._delete(change.before)
+            return _delete(change.before, self._key)
         if change.op not in ("c", "u", "r"):
             what = "is missing" if change.op is UNSET else f"is {change.op!r}"[:_LONGEST]
             raise _ChangeError(f"debezium: op {what}, not c, u, r or d")
         return _present(change.after, f"debezium: op is {change.op}, but after")
 
-    def _delete(self, before: Raw | UnsetType) -> _Delete:
-        if self._key is None:
-            return _Delete(b"")
-        path = self.schema.path(self._key)
-        try:
-            key = value_at(msgspec.json.decode(_NULL if isinstance(before, UnsetType) else before), path)
-        except _UNREADABLE as exc:
-            raise _ChangeError(f"debezium: {exc}") from exc
-        if not isinstance(key, str | int) or isinstance(key, bool):
-            raise _ChangeError(
-                f"debezium: a row was deleted, and before has no {'.'.join(path)}, the field of [schema.key], so that "
-                "nothing is erased"
-            )
-        return _Delete(str(key).encode())
 
+class RowEnvelope(NamedTuple):
+    """What rows of files may be in: the envelope of the stream, or none.
 
-def row_in(envelope: str, line: bytes) -> bytes:
-    """Return the row of a message in an envelope of `connect` or `debezium`; what is in none as it is.
-
-    Raises ValueError where the message is in the envelope, and has no row, such as a delete.
+    Attributes:
+        name: as in `stream.envelope`; other names than `connect` and `debezium` stand for none.
+        key: where the key is whose events a delete erases; None: a delete erases none.
     """
-    name = "debezium" if envelope == "debezium" else "connect"
-    message = _read(line, name)
-    if envelope == "debezium" and message.op is UNSET and not isinstance(message.payload, UnsetType):
-        message = _read(bytes(message.payload), name)
-    part = message.after if envelope == "debezium" else message.payload
-    if isinstance(part, UnsetType) or (envelope == "debezium" and message.op is UNSET):
-        return line
-    if message.op == "d":
-        raise _ChangeError("debezium: a row was deleted")
-    return _present(part, f"{name}: its row")
+
+    name: str = "none"
+    key: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, stream: StreamSettings, schema: Schema) -> "RowEnvelope":
+        """Return the envelope of a stream."""
+        erases = stream.deletes == "erase" and schema.key is not None
+        return cls(stream.envelope, schema.path(schema.key) if erases and schema.key else None)
+
+    def row(self, line: bytes) -> bytes | Delete:
+        """Return the row of a line in the envelope; what is in none as it is. Raises ValueError where it has no row."""
+        if self.name not in ("connect", "debezium"):
+            return line
+        message = _read(line, self.name)
+        if self.name == "debezium" and message.op is UNSET and not isinstance(message.payload, UnsetType):
+            message = _read(bytes(message.payload), self.name)
+        part = message.after if self.name == "debezium" else message.payload
+        if self.name == "debezium" and message.op == "d" and not isinstance(message.before, UnsetType):
+            return _delete(message.before, self.key)
+        if isinstance(part, UnsetType) or (self.name == "debezium" and message.op is UNSET):
+            return line
+        return _present(part, f"{self.name}: its row")
+
+
+NO_ENVELOPE = RowEnvelope()
+"""Of files whose rows are in none."""
+
+
+def _delete(before: Raw | UnsetType, key: tuple[str, ...] | None) -> Delete:
+    """Return the delete of the row `before`; raises _ChangeError where it has no key at this path."""
+    if key is None:
+        return Delete(b"")
+    try:
+        value = value_at(msgspec.json.decode(_NULL if isinstance(before, UnsetType) else before), key)
+    except _UNREADABLE as exc:
+        raise _ChangeError(f"debezium: {exc}") from exc
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise _ChangeError(
+            f"debezium: a row was deleted, and before has no {'.'.join(key)}, the field of [schema.key], so that "
+            "nothing is erased"
+        )
+    return Delete(str(value).encode())
 
 
 def _present(part: Raw | UnsetType, what: str) -> bytes:

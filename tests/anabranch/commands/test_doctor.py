@@ -918,7 +918,7 @@ class TestHistory:
     def test_json_lines_that_would_be_dead_lettered(self, diagnose, lake, setting):
         (lake / "events.jsonl").write_text(json.dumps(EVENT) + '\n{"x": [1], "y": 7}\n')
         setting("stream.backfill.files", [f"{lake}/events.jsonl"])
-        assert "events.jsonl: line 2 cannot be used: " in only(diagnose("history"), "backfill.line").message
+        assert "events.jsonl: row 2 cannot be used: " in only(diagnose("history"), "backfill.line").message
 
     def test_an_end_in_the_future(self, diagnose, lake, setting):
         self.write(lake / "part-0.parquet", at=[0] * 1000)

@@ -169,7 +169,7 @@ class TestCsv:
     @pytest.mark.parametrize(
         ("name", "content", "sentence"),
         [
-            ("a.csv", b"amount\n\xff", "is not UTF-8 text, near line"),
+            ("a.csv", b"am\xffount\n", "cannot be read as CSV: line 1: it is not UTF-8 text"),
             ("a.csv.gz", b"amount\n", "cannot be read: Not a gzipped file"),
             ("a.csv.gz", gzip.compress(b"amount\n" * 99, mtime=0)[:-12], "cannot be read: Compressed file ended"),
             ("a.parquet", b"amount", "cannot be read as Parquet"),

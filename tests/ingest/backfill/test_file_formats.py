@@ -13,9 +13,12 @@ import pytest
 from anabranch.commands.event_files.files import open_source
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.backfill import parquet_file
+from anabranch.ingest.backfill.csv_file import CsvRows
 from anabranch.ingest.backfill.history import FileHistory
 from anabranch.ingest.backfill.parquet_file import ParquetRows
 from anabranch.ingest.events.schema import Schema
+from anabranch.ingest.formats.event_fields import document_of
+from anabranch.ingest.formats.json import JsonFormat
 from anabranch.ingest.settings.backfill import BackfillSettings
 from anabranch.ingest.settings.stream import SchemaSettings
 from tests.ingest.backfill.test_history import read
@@ -95,6 +98,84 @@ def test_one_torn_line_is_no_reason_to_refuse_a_file(tmp_path):
     history = FileHistory(BackfillSettings(files=(str(path),)), SCHEMA, seed=0, longest=1000)
     history.list_files(None)
     assert [reject.message for rows in read(history) for reject in rows.decoded.rejects] == [0]
+
+
+CELLS = {"features": {"x": {"dtype": "float32"}, "word": {"dtype": "string", "encode": {"hash": 64}, "default": ""}}}
+TABLE = Schema(SchemaSettings.model_validate({**CELLS, "label": {"name": "y", "classes": 3}, "time": {"name": "t"}}))
+ODD = (
+    'x,y,word,t,extra\n1.5,0,"a, ""b""\nc",2026-01-02T03:04:05Z,?\n\n2.5,2,,1700000000,\n3.5,x,d,1,\n4.5,1\n'
+    '5.5,,e,1,\n"6,1,f,1,\n7.5,1,\xe9,1,\n'
+).encode()
+
+
+@pytest.mark.parametrize("content", [ODD, MARK + ODD, gzip.compress(ODD, mtime=0), ODD.replace(b"\n", b"\r\n")])
+@pytest.mark.parametrize("chunk_rows", [1, 3, 1000])
+def test_csv_has_the_same_events_for_both(tmp_path, content, chunk_rows, monkeypatch):
+    monkeypatch.setattr("anabranch.ingest.backfill.csv_file.CHUNK_ROWS", chunk_rows)
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    with open_source(path, None, None, TABLE, checked=True) as source:
+        records = list(source)
+    good = [record.content for record in records if not record.fault]
+    decoded = JsonFormat(TABLE).decode([json.dumps(document_of(TABLE, content)).encode() for content in good])
+    history = FileHistory(BackfillSettings(files=(str(path),)), TABLE, seed=0, longest=1000)
+    history.list_files(None)
+    found = read(history)
+    rows = [(rows, int(rows.offset[row])) for rows in found for row in rows.decoded.message]
+    assert [row for _, row in rows] == [n for n, record in enumerate(records) if not record.fault]
+    for name, column in decoded.columns.items():
+        np.testing.assert_array_equal(np.concatenate([rows.decoded.columns[name] for rows in found]), column)
+    rejects = [
+        (int(rows.offset[each.message]), each.reason, rows.text(each.message))
+        for rows in found
+        for each in rows.decoded.rejects
+    ]
+    assert [(n, why) for n, why, _ in rejects] == [(n, each.fault) for n, each in enumerate(records) if each.fault]
+    assert json.loads(rejects[0][2])["y"] == "x"
+    assert found[0].time_ms[0] == 1_767_323_045_000
+
+
+def test_a_history_of_csv_begins_again_at_any_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("anabranch.ingest.backfill.csv_file.CHUNK_ROWS", 2)
+    path = tmp_path / "a.csv"
+    path.write_bytes(ODD)
+    whole = list(opened(path).tables([], 0))
+    lines = [line for part in whole for line in part.table.column("line").to_pylist()]
+    for row in range(len(lines)):
+        hint = max((part.hint for part in whole if part.row <= row), key=lambda seek: seek.row)
+        for begin in (None, hint):
+            parts = opened(path).tables([], row, begin)
+            assert [line for part in parts for line in part.table.column("line").to_pylist()] == lines[row:]
+
+
+def opened(path):
+    return CsvRows(io.BytesIO(path.read_bytes()), path.name, ",", TABLE, "t", 1000)
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "sentence"),
+    [
+        (b"", {}, "a.csv is empty: the first line of CSV names the columns"),
+        (b"y,t\n", {}, "a.csv has no column 'x'; its columns are y, t"),
+        (b"x;y;t\n1;1;1\n", {}, "a.csv has no column 'x'; its columns are x;y;t"),
+        (b"x,y,t\n1,1,1\n", {"time": "when"}, "a.csv has no column when, which stream.backfill.time names"),
+        (b"x,t\n1,1\n", {}, "no file has a value in the column y of"),
+        ("x,y,t\n".encode("utf-16"), {}, "a.csv cannot be read as CSV: it is UTF-16; write it as UTF-8"),
+        (b"x,y,t\r1,1,1\r", {}, "a.csv cannot be read as CSV: line 1: new-line character seen in unquoted field"),
+    ],
+)
+def test_a_history_that_is_no_table_of_the_schema_is_refused(tmp_path, content, settings, sentence):
+    (tmp_path / "a.csv").write_bytes(content)
+    backfill = BackfillSettings.model_validate({"files": [str(tmp_path / "a.csv")], **settings})
+    with pytest.raises(SettingsError, match=sentence):
+        FileHistory(backfill, TABLE, seed=0, longest=1000, need_label=True).list_files(None)
+
+
+def test_a_delimiter_is_that_of_the_settings_or_of_the_name(tmp_path):
+    settings = BackfillSettings(files=("a.csv",), delimiter=";")
+    assert (settings.delimiter_of("a.csv"), settings.delimiter_of("a.tsv.gz")) == (";", ";")
+    settings = BackfillSettings(files=("a.csv",))
+    assert (settings.delimiter_of("a.csv.gz"), settings.delimiter_of("a.tsv.gz")) == (",", "\t")
 
 
 @pytest.mark.parametrize(("name", "known"), [("a.jsonl.gz", True), ("a.ndjson.gz", True), ("a.parquet.gz", False)])

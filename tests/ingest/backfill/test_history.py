@@ -39,9 +39,14 @@ def jsonl(path, numbers, end="\n"):
     return path
 
 
+def csv(path, numbers, end="\n"):
+    path.write_text("x.0,x.1,x.2,y\n" + "\n".join(f"{n},0,0,{n % 3}" for n in numbers) + end)
+    return path
+
+
 def make(path, numbers):
     """Write the file in the format of its suffix."""
-    return (parquet if path.suffix == ".parquet" else jsonl)(path, numbers)
+    return {".parquet": parquet, ".jsonl": jsonl, ".csv": csv}[path.suffix](path, numbers)
 
 
 def history(*files, schema=None, longest=1000, **settings):
@@ -77,14 +82,14 @@ def offsets(found):
     return [(str(name), n) for rows in found for name in rows.counts for n in rows.offset.tolist()]
 
 
-@pytest.fixture(params=["parquet", "jsonl"])
+@pytest.fixture(params=["parquet", "jsonl", "csv"])
 def suffix(request):
     return str(request.param)
 
 
 @pytest.fixture(params=[4, 65_536], ids=["small chunks", "large chunks"], autouse=True)
 def chunk_rows(request, monkeypatch):
-    for module in ("open_files", "jsonl_file"):
+    for module in ("open_files", "jsonl_file", "csv_file"):
         monkeypatch.setattr(f"anabranch.ingest.backfill.{module}.CHUNK_ROWS", request.param)
     return int(request.param)
 
@@ -133,6 +138,8 @@ def test_times_in_another_unit_than_seconds_are_refused(tmp_path, suffix, a_seco
         if suffix == "jsonl":
             rows = pq.read_table(path).to_pylist()
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if suffix == "csv":
+            path.write_text("x,y,t\n" + "".join(f'"[{n}, 0, 0]",0,{t}\n' for n, t in enumerate(times)))
 
     times = [0, *(1_700_000_000 + n for n in range(9))]
     write([n * a_second for n in times])

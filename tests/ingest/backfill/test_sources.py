@@ -29,8 +29,8 @@ IDENTITY = {"partition": "p", "offset": "o"}
     ("backfill", "sentence"),
     [
         (
-            {"files": ["a.csv"]},
-            'files: "a.csv" does not end with .parquet, .pq, .jsonl, .ndjson; end it so, or set format',
+            {"files": ["a.orc"]},
+            'files: "a.orc" does not end with .parquet, .pq, .jsonl, .ndjson, .csv, .tsv; end it so, or set format',
         ),
         ({"files": ["a"]}, 'files: "a" does not end with'),
         ({"until": "soon"}, 'write "stream" or an ISO time such as "2026-01-31T08:00:00Z"'),
@@ -39,6 +39,7 @@ IDENTITY = {"partition": "p", "offset": "o"}
         ({"epochs": 2, "identity": IDENTITY}, "epochs > 1 and identity exclude each other"),
         ({"shuffle": 10, "identity": IDENTITY}, "shuffle and identity exclude each other"),
         ({"files": ["a.jsonl"], "identity": IDENTITY}, "identity needs Parquet files"),
+        ({"delimiter": ";;"}, "at most 1 character"),
         ({"files": []}, "at least 1 item"),
         ({"epochs": 0}, "greater than or equal to 1"),
     ],

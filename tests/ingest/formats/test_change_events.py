@@ -1,6 +1,8 @@
 """Rows within Kafka Connect's and Debezium's envelopes, and what deletes do."""
 
+import contextlib
 import json
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -8,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from anabranch.ingest.backfill.build import history_of
 from anabranch.ingest.events.block import Outcome, SkipReason
 from anabranch.ingest.events.encoders import hash_texts
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.json import JsonFormat
 from anabranch.ingest.formats.registry import make_format, wrapped
-from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings, StreamSettings
+from anabranch.ingest.worker.block_builder import BlockBuilder
 from tests.ingest.worker.test_block_builder import assemble
 
 SETTINGS = {
@@ -21,6 +25,7 @@ SETTINGS = {
     "label": {"name": "y", "classes": 2},
     "key": {"name": "id"},
 }
+PATIENCE = timedelta(seconds=100)
 SCHEMA = Schema(SchemaSettings.model_validate(SETTINGS))
 ROW = {"id": 7, "x": 1.5, "y": 1}
 
@@ -150,3 +155,54 @@ class TestDeletes:
 def test_settings_that_contradict_are_refused(settings, sentence):
     with pytest.raises(ValidationError, match=sentence):
         StreamSettings.model_validate({"topics": ["t"], **settings})
+
+
+class TestRowsOfFiles:
+    """Rows of a history may be in the envelope of the stream, and need not be."""
+
+    def rows(self, tmp_path, *messages, epochs=1, **more):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(
+            "".join(f"{message if isinstance(message, str) else json.dumps(message)}\n" for message in messages)
+        )
+        settings = stream(more.pop("envelope", "debezium"), backfill={"files": [str(path)], "epochs": epochs}, **more)
+        with contextlib.closing(history_of(settings, SCHEMA, 0)) as history:
+            history.list_files(None)
+            builder = BlockBuilder(SCHEMA, settings, HoldOut(fraction=0, seed=0))
+            found = []
+            while not history.done:
+                rows = history.poll(PATIENCE)
+                found.append(builder.assemble_history(rows, range(len(rows.counts))))
+        return found
+
+    @pytest.mark.parametrize("message", [ROW, change("c"), change("r"), of_connect(change("u"))])
+    def test_are_read_in_the_envelope_and_without_it(self, tmp_path, message):
+        (found,) = self.rows(tmp_path, message)
+        assert found.columns["feature.x"].tolist() == [1.5]
+        assert found.columns["outcome"].tolist() == [Outcome.PENDING]
+
+    @pytest.mark.parametrize(("deletes", "reason"), [("erase", SkipReason.TOMBSTONE), ("skip", SkipReason.DELETED)])
+    def test_deletes_are_those_of_the_stream(self, tmp_path, deletes, reason):
+        (found,) = self.rows(tmp_path, change("c"), change("d", before=ROW, after=None), deletes=deletes)
+        assert found.columns["outcome"].tolist() == [Outcome.PENDING, Outcome.SKIPPED]
+        assert found.columns["reason"].tolist() == [SkipReason.NONE, reason]
+        key = hash_texts([b"7"])[0] if deletes == "erase" else 0
+        assert found.columns["key_hash"].tolist() == [hash_texts([b"7"])[0], key]
+        assert not found.letters
+
+    def test_a_delete_erases_once_however_often_the_file_is_read(self, tmp_path):
+        found = self.rows(tmp_path, change("c"), change("d", before=ROW, after=None), epochs=2)
+        assert [each.columns["reason"].tolist()[1] for each in found] == [SkipReason.TOMBSTONE, SkipReason.DELETED]
+
+    def test_a_delete_without_a_key_and_a_row_that_is_none_are_dead_letters_that_can_be_sent_again(self, tmp_path):
+        odd = [change("d", before={}, after=None), change("c", after=ROW | {"y": 9}), change("c", after=None), "{"]
+        (found,) = self.rows(tmp_path, *odd)
+        assert found.columns["outcome"].tolist() == [Outcome.DEAD_LETTERED] * 4
+        assert json.loads(found.letters[1].value) == ROW | {"y": 9}
+        why = [dict(letter.added)["anabranch-error"].decode() for letter in found.letters]
+        assert ["before has no id" in why[0], "is null" in why[2], "debezium: Input data was" in why[3]] == [True] * 3
+
+    def test_a_shuffle_does_not_move_deletes(self):
+        with pytest.raises(ValidationError, match=r"backfill\.shuffle does not go with deletes"):
+            stream("debezium", backfill={"files": ["a.jsonl"], "shuffle": 10})
+        assert stream("debezium", deletes="skip", backfill={"files": ["a.jsonl"], "shuffle": 10})

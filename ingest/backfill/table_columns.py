@@ -51,7 +51,7 @@ class Columns:
             self._check_parts(field, set(parts), name)
         required = [feature.name for feature in schema.features if feature.default is None]
         required += [field for field in (schema.key, schema.time, schema.weight, schema.group) if field]
-        absent = [field for field in required if field not in self._whole and field not in self._parts]
+        absent = [field for field in required if not self.has(field)]
         if absent and checked:
             shape = self._shapes.get(absent[0])
             hint = f", nor {absent[0]}.0 and so on" if shape else ""
@@ -62,6 +62,10 @@ class Columns:
     def names(self) -> list[str]:
         """The columns that are needed."""
         return [column for column in self.header if column not in self.unknown]
+
+    def has(self, field: str) -> bool:
+        """Return whether a column holds a field, or several do."""
+        return field in self._whole or field in self._parts
 
     def event(self, cells: Sequence[Any], missing: Any, value: Callable[..., Any]) -> dict[str, Any]:
         """Return the fields of a row; a cell that equals `missing` is none. Raises ValueError."""
