@@ -31,6 +31,9 @@ _TRANSACTION_MS = 10_000
 """After which the broker aborts the transaction of a process that is gone, if that does not start again before."""
 _SESSION_MS = 6_000
 """After which the group gives the partitions of a process that is gone to others: the least that brokers permit."""
+_JOIN_MS = 60_000
+"""How long a rebalance may take, and so after which a request to join that is lost is sent again: 5 minutes otherwise.
+More than what may pass between two polls."""
 _FENCED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED)
 _WITHOUT_TRANSACTIONS = (KafkaError._UNSUPPORTED_FEATURE, KafkaError.UNSUPPORTED_VERSION)
 _DROPPED = (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT)
@@ -64,6 +67,7 @@ class GroupClient(ConfluentClient):
                 or False where that took too long.
         """
         tuned = {"session.timeout.ms": _SESSION_MS, "heartbeat.interval.ms": _SESSION_MS // 3}
+        tuned["max.poll.interval.ms"] = _JOIN_MS
         super().__init__(settings.model_copy(update={"isolation_level": "read_committed"}), tuned=tuned)
         self._start = start
         self._before_revoked = before_revoked

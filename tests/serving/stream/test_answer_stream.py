@@ -20,6 +20,7 @@ from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
 from anabranch.serving.reporting.report import read_report
 from tests import forkserver
 from tests.serving.conftest import Publisher
+from tests.support import waiting
 from tests.support.topics import TopicFactory
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -306,7 +307,10 @@ def test_workers_divide_the_partitions_and_report_the_sum(stream, pipeline, numb
         process = forkserver.start(["-m", "anabranch.serving", "-c", str(path)], stderr=log, start_new_session=True)
     try:
         state_dir = numbers.deployment.state_dir
-        eventually(lambda: (r := read_report(state_dir)) and r.stream and r.stream.partitions == 2)
+        waiting.wait_until(
+            lambda: (r := read_report(state_dir)) and r.stream and r.stream.partitions == 2,
+            what=lambda: f"two partitions of {read_report(state_dir)}, after {(path.parent / 'log').read_text()}:",
+        )
         for partition in range(2):
             produce(stream.bootstrap, stream.input, [event(i) for i in range(30)], partition=partition)
         assert len(set(sources(answers(consume_all, stream, 60)))) == 60
