@@ -48,13 +48,21 @@ class ProtobufColumns:
     def _decode_readable(self, records: Sequence[bytes]) -> Decoded:
         """Decode G records together; raises ValueError if ptars refuses one of them."""
         batch = self._handler.list_to_record_batch(list(records))
-        arrays = {field.declared.name: _array(field, batch.column(field.declared.name)) for field in self._read.fields}
+        arrays = {field.declared.name: _array(field, _column(batch, field.steps)) for field in self._read.fields}
         n = len(records)
         faults = Faults(n)
         columns = columns_of(self._schema, self._fields, arrays, faults)
         index, row = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
         decoded = Decoded(index, row, columns, (), n if self._read.has_unknown else 0)
         return reject_unusable_numbers(faults.remove_from(decoded, "schema: "), self._schema)
+
+
+def _column(batch: Any, steps: Sequence[str]) -> Any:
+    """Return the array of a field, null where a message that it is in is absent."""
+    array = batch.column(steps[0])
+    for name in steps[1:]:
+        array = pc.struct_field(array, name)
+    return array
 
 
 def _array(field: ReadField, array: Any) -> Any:
@@ -79,8 +87,10 @@ def _array(field: ReadField, array: Any) -> Any:
 def _lists(field: ReadField, array: Any) -> Any:
     """Return lists with an enum's names, and null for those that are empty, except in labels."""
     values = array.values if field.words is None else _words(field, array.values)
-    empty = np.equal(np.diff(array.offsets.to_numpy()), 0)
-    mask = pa.array(empty) if empty.any() and not field.declared.is_label else None
+    absent = array.is_null().to_numpy(zero_copy_only=False)
+    if not field.declared.is_label:
+        absent = absent | np.equal(np.diff(array.offsets.to_numpy()), 0)
+    mask = pa.array(absent) if absent.any() else None
     return pa.ListArray.from_arrays(array.offsets, values, mask=mask)
 
 

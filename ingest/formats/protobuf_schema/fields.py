@@ -2,7 +2,7 @@
 
 The smaller type makes decoding independent of the rest of the message: all other fields are skipped, also those that
 are nested without end. A field with presence (`optional`, wrappers, members of a oneof, all of proto2) that is absent
-is missing. One without is never missing: it then has its zero.
+is missing, and so is one in a message that is absent. Others are never missing: they then have their zero.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,6 +61,8 @@ class ReadField:
         scalar: its type by Protobuf's name; that of the value for wrappers.
         form: "scalar", "wrapper", "timestamp", or "list" for repeated fields.
         presence: whether it may be absent; a list that is empty is not absent.
+        steps: the fields of the type that is read that lead to it, the outermost first; it is absent where one of them
+            is.
         words: names of an enum's values by their number, where the names are read.
         missing: the value that counts as missing, for a label without presence whose zero is no class.
     """
@@ -69,6 +71,7 @@ class ReadField:
     scalar: str
     form: str
     presence: bool
+    steps: tuple[str, ...]
     words: Mapping[int, str] | None = None
     missing: str | None = None
 
@@ -96,30 +99,70 @@ def read_type(writer: Descriptor, schema: Schema) -> ReadType:
     Raises:
         UnfitSchemaError: a field that `[schema]` requires is not in the writer schema, or is of a type that cannot fit.
     """
-    described = DescriptorProto()
-    writer.CopyToProto(described)
-    own = {field.name: field for field in described.field}
     file = FileDescriptorProto(name="read.proto", package="read", syntax="proto3")
-    message = file.message_type.add(name="Event")
-    fields: list[ReadField] = []
+    messages: dict[tuple[str, ...], DescriptorProto] = {(): file.message_type.add(name="Event")}
+    fields: dict[tuple[str, ...], ReadField] = {}
+    named: list[ReadField] = []
     for declared in declared_fields(schema):
         path = schema.path(declared.name)
-        if len(path) > 1:
-            raise UnfitSchemaError(f"{'.'.join(path)} is in a message within {writer.full_name}, which cannot be read")
-        if path[0] in own:
-            field = _read_field(writer, own[path[0]], declared)
-            fields.append(field)
-            _add(file, message, field, own[path[0]].number)
-        elif declared.required:
-            raise UnfitSchemaError(
-                f"{writer.full_name} has no field {path[0]}, which [schema] requires; give it a default"
-            )
+        found = _field_at(writer, path)
+        if found is None:
+            if declared.required:
+                what = f"{writer.full_name} has no field {'.'.join(path)}"
+                raise UnfitSchemaError(f"{what}, which [schema] requires; give it a default")
+            continue
+        field = _read_field(writer, found, declared, path)
+        if path not in fields:
+            _add(file, _message_of(file, messages, writer, path[:-1]), field, found.number)
+        fields[path] = field
+        named.append(field)
     many = file.message_type.add(name="Events").field.add(name="event", number=1, label=_REPEATED)
     many.type, many.type_name = FieldDescriptorProto.TYPE_MESSAGE, ".read.Event"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     one, all_of_them = (pool.FindMessageTypeByName(f"read.{name}") for name in ("Event", "Events"))
-    return ReadType(one, all_of_them, tuple(fields), len(own) > len(fields))
+    return ReadType(one, all_of_them, tuple(named), len(writer.fields) > len({path[0] for path in fields}))
+
+
+def _field_at(writer: Descriptor, path: tuple[str, ...]) -> Any:
+    """Return the field at a path of a message type; None if there is none. Raises UnfitSchemaError."""
+    found: Any = None
+    for depth, name in enumerate(path):
+        if found is not None and (found.message_type is None or found.is_repeated):
+            kind = _TYPE_NAMES[found.type] if found.message_type is None else found.message_type.full_name
+            repeated = "repeated " if found.is_repeated else ""
+            raise UnfitSchemaError(
+                f"{'.'.join(path[:depth])} is of Protobuf type {repeated}{kind}, which has no {'.'.join(path)}"
+            )
+        found = (writer if found is None else found.message_type).fields_by_name.get(name)
+        if found is None:
+            return None
+    return found
+
+
+def _message_of(
+    file: FileDescriptorProto,
+    messages: dict[tuple[str, ...], DescriptorProto],
+    writer: Descriptor,
+    path: tuple[str, ...],
+) -> DescriptorProto:
+    """Return the message type that is read at a path, which is added to the one that it is in if need be."""
+    if path not in messages:
+        outer, number = _message_of(file, messages, writer, path[:-1]), _field_at(writer, path).number
+        messages[path] = file.message_type.add(name=f"Within{len(messages)}")
+        outer.field.add(
+            name=_name_of(number),
+            number=number,
+            label=_OPTIONAL,
+            type=FieldDescriptorProto.TYPE_MESSAGE,
+            type_name=f".read.{messages[path].name}",
+        )
+    return messages[path]
+
+
+def _name_of(number: int) -> str:
+    """Return the name that a field has in the type that is read."""
+    return f"field_{number}"
 
 
 def declared_fields(schema: Schema) -> Iterator[DeclaredField]:
@@ -172,10 +215,9 @@ def declared_fields(schema: Schema) -> Iterator[DeclaredField]:
             yield DeclaredField(name, types, expected, is_word="enum" in types, per_second=per_second)
 
 
-def _read_field(writer: Descriptor, described: FieldDescriptorProto, declared: DeclaredField) -> ReadField:
-    found: Any = writer.fields_by_name[described.name]
-    repeated = described.label == _REPEATED
-    scalar, form = _TYPE_NAMES[described.type], "list" if repeated else "scalar"
+def _read_field(writer: Descriptor, found: Any, declared: DeclaredField, path: tuple[str, ...]) -> ReadField:
+    repeated = bool(found.is_repeated)
+    scalar, form = _TYPE_NAMES[found.type], "list" if repeated else "scalar"
     if found.message_type is not None and not repeated and scalar == "message":
         scalar = found.message_type.full_name
         value = found.message_type.fields_by_name.get("value")
@@ -195,17 +237,18 @@ def _read_field(writer: Descriptor, described: FieldDescriptorProto, declared: D
     presence = bool(found.has_presence)
     zero = "" if words is None else words.get(0, "0")
     unset = not presence and not repeated and declared.classes is not None and zero not in declared.classes
-    return ReadField(declared, scalar, form, presence, words, zero if unset else None)
+    steps = tuple(_name_of(_field_at(writer, path[:end]).number) for end in range(1, len(path) + 1))
+    return ReadField(declared, scalar, form, presence, steps, words, zero if unset else None)
 
 
 def _add(file: FileDescriptorProto, message: DescriptorProto, field: ReadField, number: int) -> None:
     """Add a field to the message type that is read: enums as numbers, and wrappers and timestamps as own messages."""
     kind = FieldDescriptorProto.Type
     label = _REPEATED if field.form == "list" else _OPTIONAL
-    added = message.field.add(name=field.declared.name, number=number, label=label)
+    added = message.field.add(name=field.steps[-1], number=number, label=label)
     scalar = "int32" if field.scalar == "enum" else field.scalar
     if field.form in ("wrapper", "timestamp"):
-        inner = file.message_type.add(name=f"Field{number}")
+        inner = file.message_type.add(name=f"Field{len(file.message_type)}")
         added.type, added.type_name = kind.TYPE_MESSAGE, f".read.{inner.name}"
         values = (("seconds", "int64"), ("nanos", "int32")) if field.form == "timestamp" else (("value", scalar),)
         for index, (name, each) in enumerate(values, start=1):

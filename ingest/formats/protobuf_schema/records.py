@@ -85,7 +85,11 @@ def unreadable_rejects(indexes: set[int]) -> list[Reject]:
 
 def _value(field: ReadField, message: Any) -> Any:
     """Return the value of a field as JSON would have it; None if it is missing."""
-    name = field.declared.name
+    *outer, name = field.steps
+    for each in outer:
+        if not message.HasField(each):
+            return None
+        message = getattr(message, each)
     if field.presence and not message.HasField(name):
         return None
     value = getattr(message, name)

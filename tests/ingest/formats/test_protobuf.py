@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import importlib
+import re
 import sys
 from typing import Any
 
@@ -330,6 +331,74 @@ def test_what_is_not_protobuf_is_rejected_and_its_neighbours_are_not(decode, bad
 
 def test_a_group_that_is_not_read_is_skipped(decode):
     assert decode(SCHEMA, b"\xc3\x3e\x08\x01\xc4\x3e" + record(amount=2)).columns["feature.amount"].tolist() == [2]
+
+
+WITHIN = {
+    "net": {"dtype": "float32", "field": "parent.amount"},
+    "city": {"dtype": "string", "encode": VOCAB, "field": "parent.parent.kind", "default": "CASH"},
+    "x": {"dtype": "float64", "shape": [2], "default": -1, "field": "parent.x"},
+    "w": {"dtype": "float32", "default": 9, "field": "parent.weight"},
+    "when": {"dtype": "float64", "cycles": ["day"], "field": "parent.at"},
+    "amount": {"dtype": "float32"},
+}
+
+
+def within(features=WITHIN, **more):
+    return make_schema(features, {"name": "label", "classes": ["CARD", "CASH"]}, **more)
+
+
+def test_fields_within_messages_are_read_by_their_path(decode):
+    schema = within(key={"name": "id", "field": "parent.id"}, time={"name": "t", "field": "parent.at"})
+    whole = event(amount=1)
+    whole.parent.amount, whole.parent.id, whole.parent.at.seconds, whole.parent.at.nanos = 2.5, "k", 50, 500_000_000
+    whole.parent.x[:], whole.parent.weight.value, whole.parent.parent.kind = [3, 4], 0.25, 1
+    some = event(amount=2)
+    some.parent.at.seconds = 60
+    decoded = decode(schema, whole.SerializeToString(), some.SerializeToString(), record(amount=3))
+    assert {name: column.tolist() for name, column in decoded.columns.items() if "hash" not in name} == {
+        "feature.net": [2.5, 0],
+        "feature.city": [1, 2],
+        "feature.x": [[3, 4], [-1, -1]],
+        "feature.w": [0.25, 9],
+        "feature.when": [50.5, 60],
+        "feature.amount": [1, 2],
+        "label": [-1, -1],
+        "labelled": [False, False],
+        "weight": [1, 1],
+        "time": [50.5, 60],
+    }
+    assert decoded.columns["key_hash"][0] == decode(SCHEMA, record()).columns["key_hash"]
+    assert [reject.message for reject in decoded.rejects] == [2]
+
+
+def test_a_label_of_several_classes_within_a_message_is_missing_where_that_is(decode):
+    label = {"name": "y", "field": "parent.kinds", "classes": ["CARD", "CASH"], "multi": True}
+    schema = make_schema({"amount": {"dtype": "float32"}}, label)
+    none, some = event(), event()
+    none.parent.amount = 1
+    some.parent.kinds[:] = [2]
+    decoded = decode(schema, record(), none.SerializeToString(), some.SerializeToString())
+    assert decoded.columns["labelled"].tolist() == [False, True, True]
+    assert decoded.columns["label"].tolist()[1:] == [[0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("paths", "sentence"),
+    [
+        ({"a": "parent.nothing"}, "shop.Event has no field parent.nothing, which [schema] requires"),
+        ({"a": "nothing.amount"}, "shop.Event has no field nothing.amount, which [schema] requires"),
+        ({"a": "amount.net"}, "amount is of Protobuf type float, which has no amount.net"),
+        (
+            {"a": "counts.value"},
+            "counts is of Protobuf type repeated shop.Event.CountsEntry, which has no counts.value",
+        ),
+        ({"a": "parent.country"}, "a is of Protobuf type string, not float64"),
+    ],
+)
+def test_a_path_that_leads_to_no_value_is_refused(paths, sentence):
+    features = {name: {"dtype": "float64", "field": path} for name, path in paths.items()}
+    with pytest.raises(UnfitSchemaError, match=re.escape(sentence)):
+        protobuf.make_decoder(writer(), within(features))
 
 
 def test_values_out_of_range_are_rejected_alike(decode):
