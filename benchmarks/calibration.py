@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from anabranch.commands.backtest.batches import Numbering, batch_of
-from anabranch.commands.backtest.runs import training_of
+from anabranch.commands.backtest.training import BacktestTraining
 from anabranch.config.loader import load_config
 from anabranch.ingest.events.block import Array
 from anabranch.learner.evaluate.calibration import calibrated, learned_rule
@@ -32,6 +32,7 @@ from anabranch.learner.model.answer_rule import AnswerRule
 from anabranch.learner.model.factory import forward
 from anabranch.learner.settings.model import TaskSettings
 from anabranch.learner.settings.pipeline import PipelineSettings
+from anabranch.learner.train.build import build_training_setup
 from benchmarks.harness import data, models
 from benchmarks.harness.flights import MIDDLE, SCALE
 from benchmarks.harness.interleave import Spread
@@ -94,7 +95,8 @@ def answers(columns: Mapping[str, Array], spec: PipelineSettings, first: int) ->
     found: dict[str, list[Array]] = {name: [] for name in CALIBRATIONS}
     rules: dict[str, AnswerRule | None] = dict.fromkeys(CALIBRATIONS)
     with contextlib.ExitStack() as stack:
-        training, numbering, seen = training_of(spec, torch.device("cpu"), "events", stack), Numbering(), 0
+        setup, numbering, seen = build_training_setup(spec, torch.device("cpu")), Numbering(), 0
+        training = BacktestTraining(spec, setup, "events", stack)
         for batches in _versions(columns):
             model = copy.deepcopy(training.trainer.model).eval()
             parts = training.monitor.outcomes.recent or ()

@@ -14,10 +14,10 @@ learner process.
 """
 
 import argparse
-import contextlib
 import multiprocessing
 import statistics
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -27,14 +27,15 @@ import numpy as np
 import torch
 
 from anabranch.commands.backtest.batches import Numbering
-from anabranch.commands.backtest.delayed_labels import POLICIES, DelayedRun, LabelDelay, Policy
-from anabranch.commands.backtest.runs import training_of
+from anabranch.commands.backtest.delayed_labels import POLICIES, DelayedLabels, LabelDelay, Policy
+from anabranch.commands.backtest.measure import with_policy
+from anabranch.commands.backtest.runs import RunLog, run_pipeline
 from anabranch.config.loader import load_config
 from anabranch.ingest.events.block import IDENTITY_COLUMNS, Array
 from anabranch.ingest.events.identity import mix
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.labels import LabelStreamSettings
-from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings
 from anabranch.learner.extensions.late_labels.join_part import JoinPart, open_join
 from anabranch.learner.settings.pipeline import PipelineSettings
 from benchmarks.harness import data, late_stream, models
@@ -95,25 +96,27 @@ def flights(folder: Path | None, rows: int | None = None, *, both: bool = False)
 
 def log_loss(columns: Mapping[str, Array], policy: Policy, seed: int) -> float:
     """Return the mean log loss of the predictions that are made when each flight's prediction is due."""
-    with contextlib.ExitStack() as stack:
-        path = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
         (path / "benchmark_models.py").write_bytes(Path(models.__file__).read_bytes())
-        training = training_of(_spec(path, columns, seed), torch.device("cpu"), "flights", stack)
-        run, numbering = DelayedRun(training, "none", policy, _delay()), Numbering()
-        for batch in _batches(columns):
-            run.add(numbering.add(batch), {})
-    return run.score.points[-1].overall_loss
+        spec, log, numbering = with_policy(_spec(path, columns, seed), policy), RunLog(), Numbering()
+        labels = DelayedLabels(policy, LabelDelay(_KNOWN, WAIT_HOURS * 3600, "negative"), BATCH_SIZE)
 
+        def blocks(_: HoldOut) -> Iterator[Mapping[str, Array]]:
+            return (numbering.add(batch) for batch in _batches(columns))
 
-def _delay() -> LabelDelay:
-    return LabelDelay(_KNOWN, WAIT_HOURS * 3600, "negative")
+        run_pipeline(spec, spec.events, blocks, log, lambda _: False, threading.Event(), labels)
+    return log.points[-1].overall_loss
 
 
 def _spec(folder: Path, columns: Mapping[str, Array], seed: int) -> PipelineSettings:
     categories = (columns["feature.cat"].max(axis=0) + 1).tolist()
     text = _TEXT.format(seed=seed, middle=MIDDLE, scale=SCALE, categories=categories, batch_size=BATCH_SIZE)
     (folder / "pipeline.toml").write_text(text)
-    return load_config(folder / "pipeline.toml", {}).pipeline
+    spec = load_config(folder / "pipeline.toml", {}).pipeline
+    wait = {"topics": ("labels",), "wait": f"{WAIT_HOURS:g}h", "unmatched": "negative"}
+    labels = LabelStreamSettings.model_validate(wait)
+    return spec.with_changes(stream=spec.stream.model_copy(update={"labels": labels}))
 
 
 def _batches(columns: Mapping[str, Array]) -> Iterator[Mapping[str, Array]]:

@@ -140,11 +140,19 @@ class Assembly:
         stop: threading.Event,
         assignment: RankAssignment | None,
         stack: contextlib.ExitStack,
+        more: Sequence[Extension] = (),
+        *,
+        in_memory: bool = False,
     ) -> None:
-        """Build nothing yet; `stack` closes what `build` opens."""
+        """Build nothing yet; `stack` closes what `build` opens.
+
+        `more`: extensions that come last; one that returns the batches takes the place of late labels. `in_memory`:
+        whether the store has no tiers but memory.
+        """
         self.spec = spec
         self.stop = stop
         self.stack = stack
+        self._more, self._in_memory = more, in_memory
         self._assignment = assignment
         self._ranks = assignment.size if assignment is not None else 1
         self._row_groups = num_row_groups(spec.learner, self._ranks)
@@ -321,7 +329,8 @@ class Assembly:
                 resumed = resume_point(checkpoints, written, fetch_newer)
             check_stream(spec.stream, resumed.found)
             retry = MemoryRetry(self.setup.device, self.stop, (self._send_keepalive,))
-            store = retry(lambda: resumed.store(spec, self.setup, self._row_groups, self._secret))
+            make_store = functools.partial(resumed.store, in_memory=self._in_memory)
+            store = retry(lambda: make_store(spec, self.setup, self._row_groups, self._secret))
         # Two threads must not launch work on Metal at once.
         background = (
             BackgroundStore(store, in_background=self.setup.device.type != "mps") if store is not None else None
@@ -411,6 +420,7 @@ class Assembly:
             extension: Extension = resolve_name(each)()
             self.stack.callback(extension.close)
             yield extension
+        yield from self._more
 
     def _watch_inputs(self) -> InputDrift | None:
         """Compare new events with those before; None without `learner.drift.inputs`."""
@@ -464,7 +474,7 @@ class Assembly:
         """Return the join of events and late labels, with the events of the checkpoint; None without
         `[stream.labels]`."""
         spec, setup, settings = self.spec, self.setup, self.spec.stream.labels
-        if settings is None:
+        if settings is None or overriding(self._more, "next"):
             return None
         predictor = EventTimePredictor(
             setup.model,

@@ -74,8 +74,18 @@ class ResumePoint:
             first=checkpoint.begins and checkpoints.numbers() == [number],
         )
 
-    def store(self, pipeline: PipelineSettings, setup: TrainingSetup, ranks: int, secret: StreamSecret) -> Store | None:
+    def store(
+        self,
+        pipeline: PipelineSettings,
+        setup: TrainingSetup,
+        ranks: int,
+        secret: StreamSecret,
+        *,
+        in_memory: bool = False,
+    ) -> Store | None:
         """Build the store for `ranks` ranks, with the checkpoint's events; None when the strategy replays nothing.
+
+        `in_memory`: whether it has no tiers but memory.
 
         Raises:
             SettingsError: the stored events lack an output that the strategy requires, or the store cannot be built.
@@ -85,7 +95,7 @@ class ResumePoint:
             return None
         if self.found is not None and self.contents is not None:
             check_columns(*self.found, setup.kept_outputs, pipeline.learner.strategy.name)
-        return open_store(pipeline, setup, ranks, secret, self.contents, first=self.first)
+        return open_store(pipeline, setup, ranks, secret, self.contents, first=self.first, in_memory=in_memory)
 
     @property
     def origin(self) -> ResumedFrom | None:

@@ -29,10 +29,12 @@ def open_store(
     contents: StoreSnapshot | None,
     *,
     first: bool,
+    in_memory: bool = False,
 ) -> Store:
     """Build the store for `ranks` ranks, with the events of a checkpoint.
 
-    `first`: whether no checkpoint names an event of the store, so that its files are not needed.
+    `first`: whether no checkpoint names an event of the store, so that its files are not needed. `in_memory`: whether
+    it has no tiers but memory.
 
     Raises:
         SettingsError: the store cannot be built.
@@ -51,6 +53,7 @@ def open_store(
         keys=f"{pipeline.name}:{RANK}",
         first=first,
         complete=pipeline.complete,
+        in_memory=in_memory,
     )
 
 

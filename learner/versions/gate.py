@@ -436,6 +436,11 @@ class QualityGate:
         self._start_hold(reasons)
 
     @property
+    def served(self) -> int | None:
+        """The version that serving should serve; None before the first."""
+        return None if self._served is None else self._served.number
+
+    @property
     def needed(self) -> set[int]:
         """Versions that serving may roll back to, and that must not be deleted."""
         needed = self._served, self.monitored.last_good, self.by_measures.last_good
@@ -478,8 +483,7 @@ class QualityGate:
         self.scorer.keep_on_device(served.weights)
 
     def _start_hold(self, reasons: list[str]) -> None:
-        served = self._served.number if self._served is not None else None
-        self.hold.start(served, reasons)
+        self.hold.start(self.served, reasons)
 
     def _withdraw(self, verdict: Verdict, last_good: Baseline, first: int) -> None:
         """Fail all versions on probation that still exist: serving rolls back to the last good one."""

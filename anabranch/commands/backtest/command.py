@@ -1,6 +1,9 @@
 """`anabranch backtest`."""
 
+import contextlib
+import logging
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -8,6 +11,7 @@ import typer
 from anabranch.command import AsJson, command, output
 from anabranch.commands.event_files.files import Delimiter, FileArgument, FileFormat
 from anabranch.config.loader import Config
+from anabranch.runtime.lifecycle import stop_on_signals
 
 
 @command("anabranch backtest events.jsonl")
@@ -34,16 +38,30 @@ def backtest(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """For each event of a file, predict, then train, without Kafka. Print accuracy, measures and baselines.
+    """Run the pipeline on the events of a file, without Kafka: predict, then train, and judge versions.
 
-    The step and the store are the learner's, with all its settings. No version is published.
+    Nothing is written but into a temporary folder. Ctrl-C ends it with what is known by then.
     """
-    from anabranch.commands.backtest.measure import render_backtest, run_backtest
+    from anabranch.commands.backtest.measure import run_backtest
+    from anabranch.commands.backtest.render import render_backtest
+    from anabranch.commands.backtest.rows import EventsOfFile
 
-    result = run_backtest(
-        config, source, every=every, kind=format_, delimiter=delimiter, label_time=label_time, compare=compare
-    )
+    rows = EventsOfFile(source, format_, delimiter)
+    with _as_no_daemon(), stop_on_signals() as stop:
+        result = run_backtest(config.pipeline, rows, every=every, label_time=label_time, compare=compare, stop=stop)
     output(result.document() if as_json else None, lambda: render_backtest(result))
     if result.skipped:
         first = f"; the first: {result.first_fault}" if result.first_fault else ""
         sys.stderr.write(f"skipped {result.skipped:,} events without a label or that cannot be used{first}\n")
+
+
+@contextlib.contextmanager
+def _as_no_daemon() -> Iterator[None]:
+    """Log no steps of a start, which are those of a daemon."""
+    logger = logging.getLogger("anabranch")
+    before = logger.level
+    logger.setLevel(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

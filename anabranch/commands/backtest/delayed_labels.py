@@ -3,6 +3,7 @@
 Legend: B events of a batch, W events that wait, n events of a call.
 """
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,16 +12,19 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from anabranch.commands.backtest.batches import batch_of, rows_of
-from anabranch.commands.backtest.runs import Score
-from anabranch.commands.backtest.training import BacktestTraining
+from anabranch.commands.backtest.batches import rows_of
+from anabranch.commands.backtest.runs import LateArrivals, RunLog
 from anabranch.ingest.events.block import Array
+from anabranch.ingest.reader.reader import BlockReader
 from anabranch.learner.evaluate.stream_monitor import NOT_SCORED, Scored, StreamMonitor, scored
+from anabranch.learner.extension import NextBatch
 from anabranch.learner.model.examples import EARLY, Early
 from anabranch.learner.model.factory import eval_mode, forward
-from anabranch.learner.strategies.early_negatives import check_early
 from anabranch.learner.stream.batch import Batch
+from anabranch.learner.train.setup import TrainingSetup
+from anabranch.learner.train.trainer import Trainer
 from anabranch.replay.reservoir.reservoir import WAITED
 
 Policy = Literal["wait", "negative", "negative-then-correct"]
@@ -46,63 +50,84 @@ class LabelDelay:
     unmatched: Literal["negative", "drop", "store"]
 
 
-class DelayedRun:
-    """A run in which an event is scored when it comes, and trained on when the policy says so.
+class DelayedLabels(LateArrivals):
+    """Lets an event be scored when it comes, and trained on when the policy says so.
 
     Time is that of the events. It moves with each batch: labels up to the time of the first event of a batch are known
     before it is scored, or up to the middle one of the batch, where that is earlier: no single time decides.
     """
 
-    def __init__(self, training: BacktestTraining, strategy: str, policy: Policy, delay: LabelDelay) -> None:
-        """Take what trains; raises SettingsError where the policy does not fit the labels or the named strategy."""
-        self.training = training
-        setup = training.setup
-        self.score = Score(training, StreamMonitor(training.spec.learner, setup.schema))
-        self._policy, self._delay = policy, delay
-        if policy != "wait":
-            check_early(setup.task, setup.schema.label, setup.strategy, strategy)
-        training.step.scored = self._take_scored
-        if policy == "negative":  # the same events without importance weights
-            training.step.copied = lambda columns: training.trainer.examples(
-                {name: column for name, column in columns.items() if name != EARLY}
-            )
+    def __init__(self, policy: Policy, delay: LabelDelay, batch_size: int) -> None:
+        """Take when labels come, and the number of events of a step."""
+        self._policy, self._delay, self._size = policy, delay, batch_size
         self._clock = -np.inf
         self._waiting: dict[str, Array] = {}
+        self._arrived: Batch | None = None
+        """Of the stream: they are scored once all that is due before them is trained on."""
         self._queue: deque[dict[str, Array]] = deque()
         """Events to train on, in parts."""
+        self._stored: deque[dict[str, Array]] = deque()
+        """Events that are stored without training on them, in parts."""
         self._unobserved = NOT_SCORED
         """The scores of events whose label is known since the last step, by their predictions from before."""
         self.labelled = self.timed_out = 0
         """Events whose label came in time, and others that have waited in vain."""
 
-    def add(self, columns: Mapping[str, Array], held_out: Mapping[str, Array]) -> None:
+    @override
+    def begin(self, setup: TrainingSetup, trainer: Trainer, monitor: StreamMonitor, log: RunLog) -> None:
+        self._setup, self._trainer, self._monitor, self._log = setup, trainer, monitor, log
+
+    @property
+    @override
+    def pending(self) -> bool:
+        return self._arrived is not None or bool(self._stored) or self._queued >= self._size
+
+    @override
+    def next(self, source: BlockReader, stop: threading.Event, of_stream: NextBatch, steps: int) -> Batch | None:
         """Train on the events whose label has come, score the new ones, and train on those too if they are early."""
-        if not columns:
-            return
-        time_B = columns["time"].astype(np.float64)
-        self._clock = min(float(time_B[0]), float(np.sort(time_B)[len(time_B) // 2]))
-        self._decide()
-        self._train()
+        while True:
+            if self._queued >= self._size:
+                return Batch(self._full_step(), {}, {}, [])  # settled when they came
+            if self._stored:
+                return Batch({}, self._stored.popleft(), {}, [])
+            if (batch := self._arrived) is not None:
+                self._arrived = None
+                self._score(batch.new)
+                return Batch({}, batch.stored_only, batch.held_out, batch.spans)
+            batch = of_stream(stop)
+            if batch is None or not batch.new:
+                return batch
+            self._arrived = batch
+            time_B = batch.new["time"].astype(np.float64)
+            self._clock = min(float(time_B[0]), float(np.sort(time_B)[len(time_B) // 2]))
+            self._decide()
+
+    @override
+    def scored(self, batch: Batch) -> Scored:
+        known, self._unobserved = self._unobserved, NOT_SCORED
+        return known
+
+    def _score(self, columns: Mapping[str, Array]) -> None:
+        """Score new events, and let them wait; enqueue them if they are early."""
         output_B = self._predict(columns)
-        monitor, baselines = self.score.monitor, self.score.monitor.baselines
-        measured = scored(self.training.setup.task, output_B, columns["label"], columns["group_hash"])
+        monitor, baselines = self._monitor, self._monitor.baselines
+        measured = scored(self._setup.task, output_B, columns["label"], columns["group_hash"])
         guess_BG = baselines.guess(columns["group_hash"])
         measured = replace(measured, baselines=baselines.score(guess_BG, columns["label"]))
         monitor.prequential.add(measured)
         monitor.outcomes.add(measured.predictions)
-        self.score.add(len(time_B))
+        self._log.predicted(columns, torch.from_numpy(output_B))
+        self._log.add_point()
+        time_B = columns["time"].astype(np.float64)
         self._wait({**columns, _OUTPUT: output_B, _GUESS: guess_BG}, time_B)
-        if held_out:
-            self.training.take(batch_of({}, held_out=held_out))
         if self._policy != "wait":
             self._enqueue(_relabelled(columns, 0), Early.NEGATIVE)
-            self._train()
 
     def _predict(self, columns: Mapping[str, Array]) -> NDArray[np.float32]:
         """Return the model's output for the events as it is now, in evaluation mode."""
-        new = self.training.trainer.examples(columns)
-        with eval_mode(self.training.trainer.model), torch.no_grad():
-            output_B: NDArray[np.float32] = forward(self.training.trainer.model, new.features).float().cpu().numpy()
+        model, new = self._trainer.model, self._trainer.examples(columns)
+        with eval_mode(model), torch.no_grad():
+            output_B: NDArray[np.float32] = forward(model, new.features).float().cpu().numpy()
         return output_B
 
     def _wait(self, columns: Mapping[str, Array], time_B: NDArray[np.float64]) -> None:
@@ -134,8 +159,8 @@ class DelayedRun:
         if self._policy != "wait" or self._delay.unmatched == "negative":
             due["label"][~in_time], known = 0, np.ones_like(in_time)
         if known.any():
-            label, baselines = due["label"][known], self.score.monitor.baselines
-            measured = scored(self.training.setup.task, output_n[known], label)
+            label, baselines = due["label"][known], self._monitor.baselines
+            measured = scored(self._setup.task, output_n[known], label)
             self._unobserved += replace(measured, baselines=baselines.score(guess_n[known], label))
             baselines.learn(label, due["group_hash"][known])
         if self._policy == "wait":
@@ -148,10 +173,6 @@ class DelayedRun:
             due["labelled"] = known
             self._store(rows_of(due, ~known))
 
-    def _take_scored(self, _batch: Batch) -> Scored:
-        known, self._unobserved = self._unobserved, NOT_SCORED
-        return known
-
     def _enqueue(self, columns: Mapping[str, Array], kind: Early) -> None:
         if not columns:
             return
@@ -160,26 +181,22 @@ class DelayedRun:
             rows |= {WAITED: np.ones(len(rows["label"]), np.bool_), EARLY: np.full(len(rows["label"]), kind, np.uint8)}
         self._queue.append(rows)
 
-    def _train(self) -> None:
-        """Train on the enqueued events in steps of a full batch; the others wait for more."""
-        size = self.training.batch_size
-        count = sum(len(part["label"]) for part in self._queue)
-        if count < size:
-            return
+    @property
+    def _queued(self) -> int:
+        return sum(len(part["label"]) for part in self._queue)
+
+    def _full_step(self) -> dict[str, Array]:
+        """Return the first enqueued events, as many as a step has; the others wait for more."""
         rows = dict(self._queue[0]) if len(self._queue) == 1 else _joined(*self._queue)
         self._queue.clear()
-        last = count - count % size
-        for part in _split(rows, size):
-            if len(part["label"]) == size:
-                self.training.take(batch_of(part))
-        if last < count:
-            self._queue.append({name: column[last:] for name, column in rows.items()})
+        if len(rows["label"]) > self._size:
+            self._queue.append({name: column[self._size :] for name, column in rows.items()})
+        return {name: column[: self._size] for name, column in rows.items()}
 
     def _store(self, columns: Mapping[str, Array]) -> None:
         """Store events without training on them."""
         if columns:
-            for part in _split(columns, self.training.batch_size):
-                self.training.take(batch_of({}, part))
+            self._stored.extend(_split(columns, self._size))
 
 
 def _split(columns: Mapping[str, Array], size: int) -> Iterator[dict[str, Array]]:

@@ -1,55 +1,55 @@
-"""`anabranch backtest`: the learner's training step on the events of a file, without Kafka.
+"""`anabranch backtest`: a pipeline on the events of a file, without Kafka.
 
-Each batch is scored before the model is trained on it, so that every accuracy is that on events not seen before. The
-step and the store are those of the learner, with all settings of `[learner]` and `[replay]`. With the time of each
-label, an event is scored when it comes and trained on when its label comes, or as `[stream.labels]` says. No version is
-published, and nothing is written.
+Each step is scored before the model is trained on it, so that every accuracy is that on events not seen before. The
+loop, the store, the gate and the extensions are those of the learner, with all settings. With the time of each label,
+an event is scored when it comes and trained on when its label comes, or as `[stream.labels]` says. Nothing is written
+but into a temporary folder.
 """
 
-import contextlib
-import itertools
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
-from anabranch.commands.backtest.batches import Numbering, rows_of
-from anabranch.commands.backtest.delayed_labels import POLICIES, DelayedRun, LabelDelay, Policy
+from anabranch.commands.backtest.delayed_labels import POLICIES, DelayedLabels, LabelDelay, Policy
+from anabranch.commands.backtest.rows import EventRows, RowsRead, blocks_of
 from anabranch.commands.backtest.runs import (
     BacktestBaseline,
     BacktestMeasure,
     BacktestPoint,
-    BacktestRun,
-    LabelledRun,
-    training_of,
-    without_replay,
+    BacktestVersion,
+    EventSink,
+    RunEnd,
+    RunLog,
+    run_pipeline,
 )
-from anabranch.commands.backtest.training import BacktestTraining, without_teacher
-from anabranch.commands.event_files.files import EventFile, FileRecord, SourceFormat, open_source
-from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
-from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.schema import Schema
-from anabranch.ingest.formats.base import Decoded
-from anabranch.ingest.formats.event_fields import document_of
-from anabranch.ingest.formats.json import JsonFormat
 from anabranch.ingest.settings.features import FeatureSettings
 from anabranch.ingest.settings.stream import SchemaSettings
-from anabranch.ingest.worker.value_decoder import ValueDecoder
-from anabranch.learner.model.device import choose_device, without_denormals
 from anabranch.learner.settings.pipeline import PipelineSettings
+from anabranch.learner.settings.strategies import StrategySettings
 
 _FEATURE = "feature."
+_LINES = 20
+_FIRST_VERSION = 1000
+"""Events before the first version where their number is not known."""
+
+
+@dataclass(frozen=True)
+class BacktestProgress:
+    """How far a backtest is."""
+
+    run: int
+    """The number of the run, from 1 on."""
+    runs: int
+    events: int
+    """Events of this run that were scored."""
+    part: float | None
+    """The part of its events that was read, 0 to 1; None where their number is not known."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class BacktestResult:
     events: int = 0
     """Events that the model was scored on."""
     held_out: int = 0
-    """Events that were neither scored nor trained on: with replay_ratio = "auto" they measure forgetting."""
+    """Events that were neither scored nor trained on: by them versions are judged, and forgetting is measured."""
     skipped: int = 0
     """Events without a label, or that the pipeline cannot use."""
     first_fault: str | None = None
@@ -87,8 +87,16 @@ class BacktestResult:
     """What needs no model, on the events of the run of the settings."""
     measures: list[BacktestMeasure] = field(default_factory=list)
     """The measures of the task, of the run of the settings."""
+    versions: list[BacktestVersion] = field(default_factory=list)
+    """The versions that the run of the settings would have published."""
+    drifts: int = 0
+    """How often the error rose because the stream had changed."""
+    warnings: list[str] = field(default_factory=list)
+    """What the pipeline would have said at the end, such as which features have drifted."""
     runs: list[BacktestComparison] = field(default_factory=list)
     """The run of the settings, whose points these are, and those that it is compared with."""
+    stopped: bool = False
+    """Whether it was stopped before the end of the events."""
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -96,149 +104,143 @@ class BacktestResult:
 
 
 @dataclass(frozen=True)
-class _ComparedRun:
-    run: BacktestRun
-    policy: str
+class _PlannedRun:
+    spec: PipelineSettings
     replay: bool
-
-    def comparison(self) -> BacktestComparison:
-        """Return its score over all events."""
-        last = self.run.score.points[-1]
-        ended = (self.run.labelled, self.run.timed_out) if isinstance(self.run, DelayedRun) else ()
-        return BacktestComparison(self.policy, self.replay, last.overall, last.overall_loss, *ended)
+    policy: Policy | None = None
 
 
 def run_backtest(
-    config: Config,
-    path: Path,
+    spec: PipelineSettings,
+    rows: EventRows,
     *,
     every: int | None = None,
-    kind: SourceFormat | None = None,
-    delimiter: str | None = None,
     label_time: str | None = None,
     compare: bool = False,
+    progress: Callable[[BacktestProgress], object] = bool,
+    stop: threading.Event | None = None,
+    sinks: Sequence[EventSink] = (),
 ) -> BacktestResult:
-    """Train on the events of a file in their order, and score each before it is trained on.
+    """Run a pipeline on events in their order, and score each before it is trained on.
 
     Args:
-        config: the pipeline.
-        path: JSON lines, CSV or Parquet; `-` is stdin.
-        every: events between two points; by default about 20 points.
-        kind: format of the file; by default from its suffix.
-        delimiter: of CSV.
-        label_time: the column with the time at which the label is known, in seconds since 1970; None: labels come with
+        spec: all settings.
+        rows: the events: `EventsOfFile` or `EventsInMemory`. With `compare` they are read several times.
+        every: events between two points, and between two versions; by default there are about 20.
+        label_time: the field with the time at which the label is known, in seconds since 1970; None: labels come with
             their events.
-        compare: train other models on the same events: without replay, and by other policies for late labels.
+        compare: run other settings on the same events: without replay, and by other policies for late labels.
+        progress: called after each round of steps.
+        stop: once it is set, the result is that of the events so far.
+        sinks: take each event that the run of the settings has scored.
 
     Raises:
-        SettingsError: the file cannot be read, or has no labelled event that can be used; or labels cannot be delayed.
+        SettingsError: the events cannot be read, or none has a label and can be used; or labels cannot be delayed; or
+            something of the settings does not fit.
     """
-    device = choose_device(config.pipeline.learner.device)
-    with without_denormals(device):
-        spec = without_teacher(config.pipeline)
-        schema = Schema(spec.events if label_time is None else _with_label_time(config, label_time))
-        held_out = _held_out(spec)
-        result = BacktestResult("absolute error" if schema.label.classes is None else "accuracy")
-        with contextlib.ExitStack() as stack:
-            training = partial(training_of, device=device, name=path.name, stack=stack)
-            runs = _runs(config, spec, training, label_time, compare=compare)
-            envelope = config.pipeline.stream.envelope
-            source = stack.enter_context(open_source(path, kind, delimiter, schema, checked=True, envelope=envelope))
-            for columns in _batches(source, schema, spec.learner.batch_size, result):
-                held_B = held_out(len(columns["label"]))
-                new, held = (columns, {}) if not held_B.any() else (rows_of(columns, ~held_B), rows_of(columns, held_B))
-                for each in runs:
-                    each.run.add(new, held)
-                result.held_out += int(held_B.sum())
-                result.events += int((~held_B).sum())
-    points = runs[0].run.score.points
-    if not points:
-        if result.events:
-            raise SettingsError(f"no event of {path} could be scored: {runs[0].run.training.problem}")
-        why = f"; the first that cannot be used: {result.first_fault}" if result.first_fault else ""
-        raise SettingsError(f"{path} has no event with a label that the pipeline can use{why}")
-    result.points = _thinned(points, every or max(1, result.events // 20))
-    result.baselines, result.measures = runs[0].run.score.compared(), runs[0].run.score.measures()
-    result.runs = [each.comparison() for each in runs]
+    stop = stop or threading.Event()
+    events = spec.events if label_time is None else _with_label_time(spec, label_time)
+    schema = Schema(events)
+    result = BacktestResult("absolute error" if schema.label.classes is None else "accuracy")
+    runs = _runs(spec, late=label_time is not None, compare=compare)
+    for number, run in enumerate(runs, start=1):
+        log, labels = RunLog(sinks if number == 1 else ()), None
+        if run.policy is not None and (settings := run.spec.stream.labels) is not None:
+            delay = LabelDelay(f"{_FEATURE}{label_time}", settings.wait.total_seconds(), settings.unmatched)
+            labels = DelayedLabels(run.policy, delay, spec.learner.batch_size)
+        with rows.open(schema, spec.stream.envelope) as source:
+            read, pace = RowsRead(source), _Pace(every)
+
+            def tick(scored: int, number: int = number, read: RowsRead = read, pace: _Pace = pace) -> bool:
+                progress(BacktestProgress(number, len(runs), scored, read.part))
+                return pace.due(scored, read)
+
+            blocks = partial(blocks_of, read, spec.stream, schema)
+            end = run_pipeline(run.spec, events, blocks, log, tick, stop, labels)
+        if number == 1:
+            _add_first(result, rows, read, log, end, every)
+            result.stopped = stop.is_set()
+        if not log.points:
+            break
+        last, ended = log.points[-1], () if labels is None else (labels.labelled, labels.timed_out)
+        result.runs.append(
+            BacktestComparison(run.policy or "labelled", run.replay, last.overall, last.overall_loss, *ended)
+        )
+        if stop.is_set():
+            break
     return result
 
 
-def render_backtest(result: BacktestResult) -> RenderableType:
-    """Return the table of accuracy over time, below one of the runs where there are several."""
-    shown = "{:.4g}" if result.score == "absolute error" else "{:.1%}"
-    constant = ("constant",) if result.baselines else ()
-    table = _table("events", f"recent {result.score}", *constant, f"overall {result.score}", *constant, "loss")
-    for point in result.points:
-        scores = (point.recent, point.constant_recent, point.overall, point.constant_overall)
-        cells = [shown.format(score) for score in scores if score is not None]
-        table.add_row(f"{point.events:,}", *cells, f"{point.loss:.4g}")
-    lines = [
-        f"{each.rule}: recent {shown.format(each.recent)}, overall {shown.format(each.overall)}"
-        + (f"; of late the model is {each.comparison}" if each.comparison else "")
-        for each in result.baselines
-    ]
-    measures = _table("measure", "window", "value", "95 % interval", "constant")
-    for each in result.measures:
-        interval = f"{each.lower:.3g} to {each.upper:.3g}"
-        measures.add_row(each.name, each.window, f"{each.value:.3g}", interval, f"{each.constant:.3g}")
-    found = Group(table, "", *(Text(line) for line in lines), *(("", measures) if result.measures else ()))
-    if len(result.runs) == 1:
-        return found
-    compared = _table("labels", "replay", f"overall {result.score}", "overall loss")
-    for run in result.runs:
-        compared.add_row(
-            run.policy, "yes" if run.replay else "no", shown.format(run.overall), f"{run.overall_loss:.4f}"
-        )
-    return Group(compared, "", found)
+def _add_first(
+    result: BacktestResult, rows: EventRows, read: RowsRead, log: RunLog, end: RunEnd, every: int | None
+) -> None:
+    """Add what is known of the run of the settings; raises SettingsError where nothing was scored."""
+    result.events, result.held_out = log.scored_events, log.held_out
+    result.skipped, result.first_fault = read.unusable, read.first_fault
+    if not log.points:
+        if end.problem is not None:
+            raise SettingsError(f"no event of {rows.name} could be scored: {end.problem}")
+        why = f"; the first that cannot be used: {result.first_fault}" if result.first_fault else ""
+        raise SettingsError(f"{rows.name} has no event with a label that the pipeline can use{why}")
+    result.points = _thinned(log.points, every or max(1, log.scored_events // _LINES))
+    result.baselines, result.measures, result.versions = log.baselines(), log.measures(), log.versions
+    result.drifts, result.warnings = end.drifts, end.warnings
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+class _Pace:
+    """When versions are due: after `every` events, or else about 20 times. Used by one thread."""
+
+    def __init__(self, every: int | None) -> None:
+        self._every, self._next = every, 0
+
+    def due(self, scored: int, read: RowsRead) -> bool:
+        """Return whether a version is due after so many events."""
+        part = read.part
+        step = self._every or (_FIRST_VERSION if not part else max(1, int(read.records / part / _LINES)))
+        self._next = self._next or step
+        if scored < self._next:
+            return False
+        self._next = scored + (step if self._every or part else scored)
+        return True
 
 
-def _runs(
-    config: Config,
-    spec: PipelineSettings,
-    training: Callable[[PipelineSettings], BacktestTraining],
-    label_time: str | None,
-    *,
-    compare: bool,
-) -> list[_ComparedRun]:
+def _runs(spec: PipelineSettings, *, late: bool, compare: bool) -> list[_PlannedRun]:
     """Return the run of the settings, and with `compare` the others."""
     replays = spec.learner.strategy.kind.replays
     specs = [spec, without_replay(spec)] if compare and replays else [spec]
-    labels = config.pipeline.stream.labels
-    if label_time is None or labels is None:
-        return [_ComparedRun(LabelledRun(training(each)), "labelled", replays and each is spec) for each in specs]
-    delay = LabelDelay(f"{_FEATURE}{label_time}", labels.wait.total_seconds(), labels.unmatched)
+    labels = spec.stream.labels
+    if not late or labels is None:
+        return [_PlannedRun(each, replays and each is spec) for each in specs]
     own: Policy = "wait" if labels.early == "none" else labels.early
     binary = Schema(spec.events).label.one_of == 2
     others = [policy for policy in POLICIES if policy != own] if compare and binary else []
     return [
-        _ComparedRun(
-            DelayedRun(training(each), each.learner.strategy.name, policy, delay), policy, replays and each is spec
-        )
+        _PlannedRun(with_policy(each, policy), replays and each is spec, policy)
         for policy in (own, *others)
         for each in specs
     ]
 
 
-def _held_out(spec: PipelineSettings) -> Callable[[int], NDArray[np.bool_]]:
-    """Return what chooses which of the next events are held out, bool `[B]`, as many as of a stream."""
-    measures = spec.learner.strategy.kind.replays and spec.learner.replay_ratio == "auto"
-    random, fraction = np.random.default_rng(spec.seed), spec.gate.holdout_fraction if measures else 0.0
-    return lambda rows: random.random(rows) < fraction
+def with_policy(spec: PipelineSettings, policy: Policy) -> PipelineSettings:
+    """Return the settings for a policy for late labels: importance weights are those of one alone."""
+    assert spec.stream.labels is not None
+    early = policy if policy == "negative-then-correct" else "none"
+    labels = spec.stream.labels.model_copy(update={"early": early, "take_back": False})
+    return spec.with_changes(stream=spec.stream.model_copy(update={"labels": labels}))
 
 
-def _with_label_time(config: Config, column: str) -> SchemaSettings:
+def without_replay(spec: PipelineSettings) -> PipelineSettings:
+    """Return the same settings with the strategy that replays nothing."""
+    strategy = StrategySettings.model_validate({"name": "none"})
+    return spec.with_changes(learner=spec.learner.model_copy(update={"strategy": strategy}))
+
+
+def _with_label_time(spec: PipelineSettings, column: str) -> SchemaSettings:
     """Return the schema with the time of the label as one more column of each event."""
-    events, option = config.pipeline.events, f"--label-time {column}"
+    events, option = spec.events, f"--label-time {column}"
     if events.time is None:
         raise SettingsError(f"{option}: name the field with the time of an event as well, in [schema.time]")
-    if config.pipeline.stream.labels is None:
+    if spec.stream.labels is None:
         raise SettingsError(f"{option}: the settings have no [stream.labels], whose wait says how long an event waits")
     taken = f'{option}: name a column of the file that has letters, digits and "_", and is not in [schema]'
     if column in Schema(events).names:
@@ -254,36 +256,3 @@ def _thinned(points: Sequence[BacktestPoint], every: int) -> list[BacktestPoint]
     """Return the last point of each `every` events."""
     last = {(point.events - 1) // every: point for point in points}
     return list(last.values())
-
-
-def _batches(source: EventFile, schema: Schema, rows: int, result: BacktestResult) -> Iterator[Mapping[str, Array]]:
-    """Yield the columns of `rows` labelled events at a time, at the end of those that are left."""
-    left: dict[str, Array] = {}
-    numbering = Numbering()
-    for decoded in _decoded(source, schema, rows, result):
-        labelled = np.asarray(decoded.columns["labelled"], np.bool_)
-        result.skipped += int((~labelled).sum())
-        new = numbering.add({name: column[labelled] for name, column in decoded.columns.items()})
-        left = {name: np.concatenate([left[name], column]) for name, column in new.items()} if left else new
-        while len(left["label"]) >= rows:
-            yield {name: column[:rows] for name, column in left.items()}
-            left = {name: column[rows:] for name, column in left.items()}
-    if left and len(left["label"]):
-        yield left
-
-
-def _decoded(source: Iterable[FileRecord], schema: Schema, rows: int, result: BacktestResult) -> Iterator[Decoded]:
-    decoder, records = ValueDecoder(JsonFormat(schema), schema, sys.maxsize), iter(source)
-    while some := list(itertools.islice(records, rows)):
-        usable = [record for record in some if not record.fault]
-        contents = [record.content for record in usable]
-        values = [
-            each if isinstance(each, bytes) else msgspec.json.encode(document_of(schema, each)) for each in contents
-        ]
-        decoded, _ = decoder.decode(values, [()] * len(values), {})
-        faults = [f"{record.location}: {record.fault}" for record in some if record.fault]
-        faults += [f"{usable[reject.message].location}: {reject.reason}" for reject in decoded.rejects]
-        result.skipped += len(faults)
-        if faults and result.first_fault is None:
-            result.first_fault = faults[0]
-        yield decoded

@@ -1,4 +1,4 @@
-"""The learner's own step and store, on the events of a file.
+"""The learner's own step and store, on batches of a caller.
 
 Legend: B events of a batch.
 """
@@ -121,8 +121,3 @@ class BacktestTraining:
 def _secret(spec: PipelineSettings) -> StreamSecret:
     """Return the secret of the seed: a file has no senders who must not know it, and equal runs are to be equal."""
     return StreamSecret.fixed(spec.seed)
-
-
-def without_teacher(spec: PipelineSettings) -> PipelineSettings:
-    """Return the same settings without a teacher, which a file cannot ask."""
-    return spec.with_changes(model=spec.model.model_copy(update={"teacher": None}))

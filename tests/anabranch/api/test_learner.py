@@ -9,6 +9,7 @@ from torch import nn
 
 import anabranch
 from anabranch.commands.backtest.measure import run_backtest
+from anabranch.commands.backtest.rows import EventsOfFile
 from anabranch.config.loader import load_config
 from tests.support.learner_batches import FIELDS, as_lines, batches, model_of
 
@@ -52,7 +53,7 @@ def test_a_model_learns_and_predicts():
 @pytest.mark.parametrize("strategy", ["none", "der++"])
 def test_its_steps_are_those_of_a_backtest_of_the_same_events(tmp_path, strategy):
     data = batches(6)
-    # The name of the file is part of the identity of its events.
+    # The name of the topic is part of the identity of its events.
     (tmp_path / "events").write_text("\n".join(as_lines(data)))
     (tmp_path / "pipeline.toml").write_text(
         f"""
@@ -75,9 +76,11 @@ def test_its_steps_are_those_of_a_backtest_of_the_same_events(tmp_path, strategy
         device = "cpu"
         [replay]
         capacity = 100
+        [gate]
+        holdout_fraction = 0
         """
     )
-    result = run_backtest(load_config(tmp_path / "pipeline.toml", {}), tmp_path / "events")
+    result = run_backtest(load_config(tmp_path / "pipeline.toml", {}).pipeline, EventsOfFile(tmp_path / "events"))
     with learner_of(strategy) as learner:
         for batch in data:
             learner.learn(batch)

@@ -9,13 +9,14 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from anabranch.commands.backtest.measure import BacktestResult, _decoded, run_backtest
-from anabranch.commands.event_files.files import FileRecord
+from anabranch.commands.backtest.measure import run_backtest
+from anabranch.commands.backtest.rows import EventsInMemory, EventsOfFile, RowsRead, blocks_of
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
+from anabranch.ingest.events.block import Outcome
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.features import Number
-from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.ingest.settings.stream import HoldOut, SchemaSettings
 from anabranch.learner.loop import stored_events
 from anabranch.learner.loop.learning_step import LearningStep
 from anabranch.replay.build import build_store
@@ -56,7 +57,9 @@ def run(example, anabranch):
 def test_accuracy_rises_over_the_file(run, file):
     code, out, err = run(file, "--every", "500", "--json")
     document = json.loads(out)
-    assert (code, document["events"], document["skipped"], document["score"]) == (0, 2000, 2, "accuracy")
+    assert (code, document["skipped"], document["score"]) == (0, 2, "accuracy")
+    assert 50 < document["held_out"] < 150, "as the gate of the pipeline needs"
+    assert document["events"] + document["held_out"] == 2000
     accuracy = [point["recent"] for point in document["points"]]
     assert len(accuracy) == 4
     assert accuracy[0] < accuracy[-1]
@@ -69,21 +72,22 @@ def test_the_screen_is_a_table(run, file):
     lines = run(file)[1].splitlines()
     assert lines[0].split() == ["events", "recent", "accuracy", "constant", "overall", "accuracy", "constant", "loss"]
     events, *others = lines[lines.index("") - 1].split()
-    assert (events, len(others)) == ("2,000", 5)
-    always, last, blank, head, *measures = lines[lines.index("") + 1 :]
+    assert (events[:2], len(others)) == ("1,", 5)
+    always, last, blank, head, *rest = lines[lines.index("") + 1 :]
     assert always.startswith("always answering ")
     assert last.startswith("the last label: recent ")
     assert "; of late the model is better than the last label by " in last
     assert (blank, head.split()) == ("", ["measure", "window", "value", "95", "%", "interval", "constant"])
     names = ["balanced_accuracy", "macro_f1", "log_loss", "top_5", "ece"]
-    assert [line.split()[:2] for line in measures] == [[name, "now"] for name in names]
+    assert [line.split()[:2] for line in rest[: len(names)]] == [[name, "now"] for name in names]
+    assert re.fullmatch(r"versions: \d+, of which the gate holds back \d+", rest[len(names) + 1])
 
 
 def test_each_event_is_scored_before_it_is_trained_on(example, file):
     lines = file.read_text().splitlines()[:1] * 32
     file.write_text("\n".join(lines))
     config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__BATCH_SIZE": "32"})
-    (point,) = run_backtest(config, file).points
+    (point,) = run_backtest(config.pipeline, EventsOfFile(file)).points
     assert point.overall in (0.0, 1.0), "one prediction for one event that was never seen"
 
 
@@ -91,7 +95,7 @@ def test_each_event_is_scored_before_it_is_trained_on(example, file):
 @pytest.mark.parametrize("strategy", ["none", "er", "der++", "mir"])
 def test_every_kind_of_strategy_runs(example, file, strategy):
     config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STRATEGY": strategy})
-    assert run_backtest(config, file).points[-1].recent > 0.3
+    assert run_backtest(config.pipeline, EventsOfFile(file)).points[-1].recent > 0.3
 
 
 def test_a_file_without_labels_is_one_sentence(run, example):
@@ -114,7 +118,7 @@ def late(example):
         options = {"topics": ["labels"], "wait": "1h", "unmatched": "negative", **labels}
         section = "\n".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
         (example / "pipeline.toml").write_text(
-            text.replace("classes = 10", "classes = 2")
+            text.replace("classes = 10", "classes = 2").replace("holdout_fraction = 0.05", "holdout_fraction = 0")
             + f'\n[schema.key]\nname = "id"\n[schema.time]\nname = "t"\n[stream.labels]\n{section}\n'
         )
         random, path = np.random.default_rng(0), example / "late.jsonl"
@@ -204,10 +208,10 @@ def test_replay_is_compared_without_late_labels_too(run, file):
 def test_no_prediction_is_by_a_model_that_has_seen_a_later_label(example, late):
     """With a delay beyond the end of the file, and a wait as long, nothing is learned and all predictions are equal."""
     config = load_config(late(1e8, wait="10000d").parent / "pipeline.toml", {})
-    result = run_backtest(config, example / "late.jsonl", label_time="known")
+    result = run_backtest(config.pipeline, EventsOfFile(example / "late.jsonl"), label_time="known")
     assert (result.runs[0].labelled, result.runs[0].timed_out) == (0, 0)
     early = load_config(example / "pipeline.toml", {"ANABRANCH__STREAM__LABELS__EARLY": "negative-then-correct"})
-    (all_negative,) = run_backtest(early, example / "late.jsonl", label_time="known").runs
+    (all_negative,) = run_backtest(early.pipeline, EventsOfFile(example / "late.jsonl"), label_time="known").runs
     assert 0.7 < all_negative.overall < 0.8, "early negatives alone make all events negatives"
 
 
@@ -288,7 +292,11 @@ FLOATS = 'dtype = "float32"\nshape = [3]'
 
 
 def overall(file, **options):
-    return run_backtest(load_config(file.parent / "pipeline.toml", {}), file, **options).runs[0].overall
+    return (
+        run_backtest(load_config(file.parent / "pipeline.toml", {}).pipeline, EventsOfFile(file), **options)
+        .runs[0]
+        .overall
+    )
 
 
 @pytest.mark.slow
@@ -374,7 +382,7 @@ class TestTheStoreOfABacktest:
         text = (file.parent / "pipeline.toml").read_text().replace('replay_ratio = "auto"\n', "")
         text = text.replace("[learner]\n", '[learner]\nreplay_ratio = "auto"\n')
         (file.parent / "pipeline.toml").write_text(text)
-        result = run_backtest(load_config(file.parent / "pipeline.toml", {}), file, compare=True)
+        result = run_backtest(load_config(file.parent / "pipeline.toml", {}).pipeline, EventsOfFile(file), compare=True)
         assert sum(replayed) == 0
         assert result.runs[0].overall == result.runs[1].overall
         assert result.events + result.held_out == 3000
@@ -393,7 +401,7 @@ def test_events_on_which_the_model_raises_are_left_out(table, caplog):
     raising = LINEAR[0], "assert (x[:, 0] < 4.0).all()\n        return self.out(x)"
     file = table(FLOATS, raising, vector)
     assert overall(file) > 0.9
-    assert "the model raises on table.jsonl[0]@" in caplog.text
+    assert "the model raises on none[0]@" in caplog.text
 
 
 @pytest.mark.slow
@@ -407,13 +415,15 @@ def test_a_model_that_raises_on_all_events_is_named(table):
 
 
 @pytest.mark.slow
-def test_a_text_that_a_tokenizer_cannot_encode_is_left_out_and_named(tmp_path):
+def test_a_text_that_a_tokenizer_cannot_encode_is_left_out_and_named(tmp_path, table):
     backtracks = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     path = write_tokenizer(tmp_path / "tokenizer.json", pre_tokenizer=backtracks)
     feature = {"dtype": "string", "encode": {"tokenizer": str(path), "length": 4}}
     schema = Schema(SchemaSettings.model_validate({"features": {"t": feature}, "label": {"name": "y", "classes": 2}}))
-    records = [FileRecord(f"line {at}", {"t": text, "y": 1}) for at, text in enumerate(["good", "a" * 40 + "!", "bad"])]
-    result = BacktestResult("accuracy")
-    (decoded,) = _decoded(records, schema, 10, result)
-    assert decoded.message.tolist() == [0, 2]
-    assert str(result.first_fault).startswith("line 1: the tokenizer cannot encode a text: ")
+    spec = load_config(table(FLOATS, LINEAR, vector).parent / "pipeline.toml", {}).pipeline
+    texts = [{"t": text, "y": 1} for text in ("good", "a" * 40 + "!", "bad")]
+    with EventsInMemory(texts).open(schema, "none") as source:
+        read = RowsRead(source)
+        (columns,) = blocks_of(read, spec.stream, schema, HoldOut(fraction=0, seed=0))
+    assert columns["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
+    assert str(read.first_fault).startswith("row 2: the tokenizer cannot encode a text: ")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from anabranch import cli
 from anabranch.commands.backtest.measure import run_backtest
+from anabranch.commands.backtest.rows import EventsOfFile
 from anabranch.commands.event_files.files import open_source
 from anabranch.commands.init.command import write_sampled
 from anabranch.commands.init.sample import _columns, _described, _identifiers, sampled_pipeline
@@ -129,7 +130,7 @@ def test_formats_give_the_same_backtest(tmp_path):
         path.parent.mkdir()
         write(path, list(orders()))
         config, _ = loaded(path)
-        result = run_backtest(config, path)
+        result = run_backtest(config.pipeline, EventsOfFile(path))
         assert (result.skipped, result.events + result.held_out) == (0, 400)
         found.add(tuple((point.events, point.overall, point.loss) for point in result.points))
     assert len(found) == 1
