@@ -46,11 +46,11 @@ from anabranch.learner.extensions.fleet.extension import FleetWatch, fleet_exten
 from anabranch.learner.extensions.input_drift.extension import InputDrift, remove_reference
 from anabranch.learner.extensions.late_labels.extension import LateLabels
 from anabranch.learner.extensions.late_labels.join_part import open_join
-from anabranch.learner.extensions.mlflow.extension import open_registrar
 from anabranch.learner.extensions.search.extension import ChallengerSearch, SearchExtension, open_search
 from anabranch.learner.extensions.storage.extension import Mirror, open_mirror
 from anabranch.learner.extensions.teacher.extension import TeacherFeed
 from anabranch.learner.extensions.teacher.opening import open_teacher
+from anabranch.learner.extensions.track.extension import open_track
 from anabranch.learner.extensions.undo.extension import Undo, UndoneEvents, go_back, undone_with_storage
 from anabranch.learner.loop.erasure import Erasure
 from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
@@ -249,11 +249,11 @@ class Assembly:
         self._gate = gate = retry(lambda: build_gate(spec, versions, self.setup, before_chunk, self._fleet))
         if self._fleet is not None and storage is not None:
             self._judges.append(fleet_extension(self._fleet, gate, versions, spec, storage, self._metrics.learner))
-        if spec.mlflow is not None:
-            url, served = None if storage is None else storage.url, _own if self._fleet is None else self._fleet.served
-            registrar = open_registrar(spec.mlflow, spec.name, versions, url, served, self._metrics.learner)
-            stack.callback(registrar.close)
-            self._judges.append(registrar)
+        if spec.track is not None:
+            served = _own if self._fleet is None else self._fleet.served
+            track = open_track(spec, spec.track, self._generation, versions, served, self._metrics.learner)
+            stack.callback(track.close)
+            self._judges.append(track)
         rows = assignment.rows if assignment is not None else None
         self.trainer = build_trainer(self.setup, channel, hooks, rows, spec)
         self._leader = next((each for each in self.trainer.wrappers if isinstance(each, Leader)), None)

@@ -10,8 +10,8 @@ AnabranchError
 |   `-- SecondLearnerError    another learner holds the lock on the state directory, or the lease of the object store
 `-- DependencyError           something outside cannot be reached: wait or fix it, then start again (exit 3)
     |-- StateBusyError        a command holds the lock on the state directory
-    |-- RegistrationError     a version cannot be registered for now: it is tried again
-    |   `-- RegistrationRefusedError   ... or would be refused again: it is left out
+    |-- TrackerError          curves or a version cannot be sent to the tracker for now: it is tried again
+    |   `-- TrackerRefusedError   ... or would be refused again: what was sent is left out
     `-- TeacherError          the teacher has no usable outputs for a step's events, which is taken without them
 
 CopyMemoryError           there is no memory for the copy of a version or checkpoint, which is skipped
@@ -55,12 +55,12 @@ class StateBusyError(DependencyError):
     """A command, which ends by itself, holds the lock on this state directory."""
 
 
-class RegistrationError(DependencyError):
-    """The registry of models cannot be reached, or failed on a request."""
+class TrackerError(DependencyError):
+    """The tracker of experiments cannot be reached, or failed on a request."""
 
 
-class RegistrationRefusedError(RegistrationError):
-    """The registry of models refuses a request, and would again."""
+class TrackerRefusedError(TrackerError):
+    """The tracker of experiments refuses a request, and would again."""
 
 
 class TeacherError(DependencyError):

@@ -39,7 +39,7 @@ ALLOWED_IN = {
     "grpc": {"serving/grpc"},
     "jsonschema_rs": {"ingest/formats/json_schema.py"},
     "kafka": {"ingest"},
-    "mlflow": {"learner/extensions/mlflow/mlflow_client.py"},
+    "mlflow": {"learner/extensions/track/mlflow_client.py"},
     "onnx": set(),
     "onnxruntime": {"anabranch/commands/versions/export/program.py"},
     "onnxscript": set(),
@@ -64,6 +64,7 @@ ALLOWED_IN = {
     "safetensors": set(),  # it holds the GIL for a copy of each tensor: learner/state_dir/safetensors_file.py does not
     "sklearn": {"anabranch/commands/demo"},
     "starlette": {"serving/http/app.py", "serving/http/middleware.py", "serving/http/server.py"},
+    "tensorboard": {"learner/extensions/track/run_clients.py"},
     "tokenizers": {"ingest/events/tokenizer.py"},
     "torch": {
         "learner",
@@ -81,6 +82,7 @@ ALLOWED_IN = {
         "anabranch/runtime/model_process.py",
     },
     "torchao": {"learner/model/float8.py"},
+    "trackio": {"learner/extensions/track/run_clients.py"},
     "transformers": {"anabranch/pretrained.py"},
     "typer": {"anabranch"},
     "uvicorn": {
@@ -88,6 +90,7 @@ ALLOWED_IN = {
         "serving/http/httptools_connection.py",
         "serving/http/server.py",
     },
+    "wandb": {"learner/extensions/track/run_clients.py"},
 }
 """Where each third party may be imported; those that are not listed may be anywhere."""
 
@@ -299,7 +302,7 @@ LIGHT = {
     "torch pydantic": ["anabranch.replay.embedding_index.process"],
     "torch confluent_kafka pyarrow requests fastavro opentelemetry": ["anabranch.ingest.__main__"],
     "kafka confluent_kafka redis faiss grpc google opentelemetry": ["anabranch.serving.server"],
-    "kafka confluent_kafka starlette opentelemetry mlflow": ["anabranch.learner.assembly"],
+    "kafka confluent_kafka starlette opentelemetry mlflow tensorboard wandb trackio": ["anabranch.learner.assembly"],
 }
 """Modules by what they and all that they import leave out."""
 

@@ -103,7 +103,8 @@ _TAIL = """\
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `inputs.json` | the counts of features that requests are compared with; replaced atomically |
 | `learner-start.json`, `serving-start.json` | what the part does or waits for until its first report |
-| `mlflow.json` | with `[mlflow]`: versions that wait to be registered, and the numbers of those that are |
+| `mlflow.json` | with `[track]` of MLflow: versions that wait to be registered, and the numbers of those that are |
+| `track/` | with `[track]`: the files of tensorboard, wandb and trackio |
 | `learner.lock` | held by the one learner |
 | `generation` | how many learners have held the lock; with `[storage]` that of the lease, if it is later |
 | `storage-holder` | with `[storage]`: the id by which the next learner recognizes its lease, and takes it at once; in mode `only` the URL of the state |

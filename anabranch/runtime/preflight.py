@@ -18,8 +18,8 @@ def check_install(pipeline: Pipeline) -> Iterator[Finding]:
     yield ok(f"This is Python {platform.python_version()}.")
     if pipeline.tracing is not None:
         yield from check_import("[tracing]", "opentelemetry.sdk.trace", "otel")
-    if pipeline.mlflow is not None:
-        yield from check_import("[mlflow]", "mlflow", "mlflow")
+    if (track := pipeline.track) is not None:
+        yield from check_import(f'[track] kind = "{track.kind}"', track.kind, track.kind)
 
 
 def check_limits() -> Iterator[Finding]:

@@ -21,10 +21,10 @@ from anabranch.learner.settings.learner import (
     LearnerSettings,
     VersionsSettings,
 )
-from anabranch.learner.settings.mlflow import MlflowSettings
 from anabranch.learner.settings.model import ModelSettings, TaskSettings
 from anabranch.learner.settings.search import SearchSettings
 from anabranch.learner.settings.storage import StorageSettings
+from anabranch.learner.settings.track import TrackSettings
 from anabranch.replay.settings import ReplaySettings
 
 
@@ -102,8 +102,8 @@ class PipelineSettings(Section):
     """Spans of requests, batches, steps and versions; absent: nothing is traced."""
     search: SearchSettings | None = None
     """Challengers with other settings, which train on the same events; absent: none."""
-    mlflow: MlflowSettings | None = None
-    """The registry of models that gets each version that served; absent: none."""
+    track: TrackSettings | None = None
+    """The tracker of experiments that gets the learner's curves; absent: none."""
 
     _folder: Path = PrivateAttr(default=Path())
 

@@ -137,6 +137,25 @@ def test_a_stream_is_learned_accounted_for_and_published(kafka, make_topic, prod
     versions.weights(newest)
 
 
+def test_each_start_of_a_learner_is_a_run_of_curves(kafka, make_topic, produce, pipeline, start):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    topic = make_topic()
+    config = pipeline(kafka.bootstrap, topic, '[track]\nkind = "tensorboard"\nevery = "1h"\n')
+    reported = []
+    for all_events in (300, 600):
+        learner = start(config)
+        produce(kafka.bootstrap, topic, events(300))
+        reported.append(learner.wait_for(lambda each, expected=all_events: total(each) == expected))
+        assert learner.stop() == 0
+        assert "track" not in learner.log.read_text()  # no thread ended, and no tracker was away
+    runs = sorted((learner.state_dir / "track").iterdir())
+    assert [run.name.rpartition("-")[0] for run in runs] == ["generation-1", "generation-2"]
+    for run, report in zip(runs, reported, strict=True):
+        point = accumulator.EventAccumulator(str(run)).Reload().Scalars("loss/now")[-1]  # sent at the end
+        assert point.step >= report.steps
+        assert point.value > 0
+
+
 def test_a_lone_event_that_is_not_trained_on_is_covered_by_a_version_soon(kafka, make_topic, produce, pipeline, start):
     topic = make_topic()
     config = pipeline(kafka.bootstrap, topic)

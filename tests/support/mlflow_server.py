@@ -89,7 +89,7 @@ class MlflowServer:
                 self.runs[number] = {"info": info, "tags": given["tags"], "metrics": [], "name": given["run_name"]}
                 return 200, {"run": self._run(number)}
             case "runs/search":
-                (identity,) = re.findall(r"^tags\.`anabranch\.identity` = '(\w+)'$", given["filter"])
+                (identity,) = re.findall(r"^tags\.`anabranch\.identity` = '([\w-]+)'$", given["filter"])
                 tag = {"key": "anabranch.identity", "value": identity}
                 return 200, {"runs": [self._run(each) for each, run in self.runs.items() if tag in run["tags"]]}
             case "runs/get":

@@ -55,7 +55,7 @@ _VERSIONS = ("state_dir", "schema", "model", "serving", "storage")
 _STATE = ("state_dir", "learner", "replay", "checkpoints", "versions", "schema")
 
 CHECKS: Sequence[Check] = (
-    Check("install", lambda of, _: runtime.check_install(of.pipeline), ("tracing", "mlflow", "lineage")),
+    Check("install", lambda of, _: runtime.check_install(of.pipeline), ("tracing", "track", "lineage")),
     Check("install", lambda of, _: schema.check_install(of.pipeline.stream), ("stream",)),
     Check("install", lambda of, _: replay.check_install(of.pipeline.replay), ("replay",)),
     Check("limits", lambda *_: runtime.check_limits(), ()),

@@ -161,7 +161,7 @@ def in_scratch(deployment: PipelineSettings, scratch: Path) -> PipelineSettings:
         storage=None,
         serving=deployment.serving.model_copy(update={"canary": 0.0}),
         tracing=None,
-        mlflow=None,
+        track=None,
     )
 
 

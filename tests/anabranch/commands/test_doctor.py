@@ -338,7 +338,7 @@ class TestInstallation:
         monkeypatch.setitem(sys.modules, "fastavro", None)
         monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
         monkeypatch.setitem(sys.modules, "mlflow", None)
-        setting("mlflow.tracking_uri", "http://mlflow:5000")
+        edit(None, '[track]\nkind = "mlflow"\nurl = "http://mlflow:5000"')
         edit(None, "[tracing]")
         extras = ["otel", "mlflow"]
         assert [each.fix for each in diagnose("install") if each.fix] == [

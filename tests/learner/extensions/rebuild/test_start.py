@@ -24,9 +24,9 @@ from anabranch.learner.extensions.rebuild.start import (
     targets,
 )
 from anabranch.learner.settings.learner import GateSettings, LearnerSettings
-from anabranch.learner.settings.mlflow import MlflowSettings
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.settings.pipeline import PipelineSettings
+from anabranch.learner.settings.track import TrackSettings
 from anabranch.learner.stream.partition_ledger import PartitionLedger
 from anabranch.learner.versions.origin import origin_of, settings_of_weights
 from anabranch.replay.settings import ReplaySettings
@@ -85,10 +85,10 @@ def spec_in(folder, **changes):
     return learner_spec(folder, events, ModelSettings(factory="m:build"), **changes)
 
 
-def test_a_rebuild_traces_and_registers_nothing(tmp_path):
-    more = {"tracing": TracingSettings(), "mlflow": MlflowSettings(tracking_uri="http://mlflow:5000")}
+def test_a_rebuild_traces_and_tracks_nothing(tmp_path):
+    more = {"tracing": TracingSettings(), "track": TrackSettings(kind="tensorboard")}
     spec = in_scratch(spec_in(tmp_path, **more), tmp_path / "scratch")
-    assert (spec.tracing, spec.mlflow) == (None, None)
+    assert (spec.tracing, spec.track) == (None, None)
 
 
 def test_another_device_is_named(tmp_path):

@@ -1,6 +1,5 @@
 """Registration in MLflow: each version that served comes once, with its lineage, whatever fails in between."""
 
-import sys
 import threading
 from collections import Counter
 
@@ -8,17 +7,26 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from anabranch.core.errors import SettingsError
-from anabranch.learner.extensions.mlflow import extension as module
-from anabranch.learner.extensions.mlflow.extension import NAME, WITHDRAWN, Registrar
-from anabranch.learner.extensions.mlflow.mlflow_client import MlflowClientRegistry
-from anabranch.learner.settings.mlflow import MlflowSettings
+from anabranch.learner.extensions.track import extension, registrar
+from anabranch.learner.extensions.track.extension import TrackExtension
+from anabranch.learner.extensions.track.mlflow_client import MlflowClient
+from anabranch.learner.extensions.track.process import Opening, TrackedRun
+from anabranch.learner.extensions.track.registrar import NAME, WITHDRAWN, Registrar
+from anabranch.learner.settings.track import TrackSettings
 from anabranch.learner.stream.trained_through import NewlyTrained
 from anabranch.learner.versions.format import RegistryState, Verdict, Versions
 from tests.support.manifests import manifest_of
 
 SOURCE = "s3://models/digits/versions/{number}"
 ALIAS = ("digits", "served")
+RUN = TrackedRun("digits", "generation-3-0a1b2c3d", {}, "")
+
+
+class Client(MlflowClient):
+    """Without the process around it."""
+
+    def close(self):
+        """Do nothing."""
 
 
 @pytest.fixture
@@ -77,10 +85,19 @@ def start(versions, mlflow, counted, clock):
     versions.path.mkdir()
 
     def make():
-        registry = MlflowClientRegistry(MlflowSettings(tracking_uri=mlflow.url), "digits", SOURCE)
-        return Registrar(registry, versions, "digits", count=lambda outcome: counted.update([outcome]), clock=clock)
+        client = Client(Opening({"kind": "mlflow", "url": mlflow.url}, RUN, "digits", SOURCE))
+        registrar = Registrar(client, versions, "digits", count=lambda outcome: counted.update([outcome]))  # type: ignore[arg-type]
+        return TrackExtension(client, [registrar], clock)  # type: ignore[arg-type]
 
     return make
+
+
+def registrar_of(track) -> Registrar:
+    return track._tracked[0]
+
+
+def waiting(track):
+    return registrar_of(track).waiting
 
 
 def serve(versions, *recent, **changes):
@@ -95,9 +112,9 @@ def test_each_version_that_served_is_registered_once_with_its_lineage(
 ):
     publish(1, 2, 3)
     serve(versions, 1, 3)  # 2 never served
-    registrar = start()
-    registrar.poll()
-    registrar.poll()
+    track = start()
+    track.poll()
+    track.poll()
     assert [each["source"] for each in mlflow.versions] == [SOURCE.format(number=n) for n in (1, 3)]
     assert (mlflow.models, mlflow.experiments, mlflow.aliases) == (["digits"], ["digits"], {ALIAS: "2"})
     tags = mlflow.tags(1)
@@ -129,11 +146,11 @@ def test_each_version_that_served_is_registered_once_with_its_lineage(
 def test_a_return_to_an_older_version_moves_the_alias_and_tags_the_other(versions, publish, start, mlflow):
     publish(1, 2, 3)
     serve(versions, 1, 2, 3)
-    registrar = start()
-    registrar.poll()
+    track = start()
+    track.poll()
     versions.write_verdict(3, Verdict("fail", ["monitoring found it worse"]))
     serve(versions, 1, 2, 3, 1, rolled_back=[2], previous=3)
-    registrar.poll()
+    track.poll()
     start().poll()  # a learner that starts again sends none of it twice
     assert mlflow.aliases == {ALIAS: "1"}
     assert [mlflow.tags(index).get(WITHDRAWN) for index in range(3)] == [
@@ -158,21 +175,21 @@ def test_a_return_to_an_older_version_moves_the_alias_and_tags_the_other(version
 def test_what_waits_survives_an_outage_and_a_restart(versions, publish, start, mlflow, counted, clock, fault):
     publish(1, 2)
     serve(versions, 1, 2)
-    registrar = start()
+    track = start()
     for name, value in fault.items():
         setattr(mlflow, name, value)
-    registrar.poll()
-    assert mlflow.url in (registrar.warning or "")
+    track.poll()
+    assert mlflow.url in (track.warning or "")
     for number in (1, 2):
         versions.delete(number)  # pruned meanwhile
     asked = len(mlflow.requests)
-    registrar.poll()
+    track.poll()
     assert len(mlflow.requests) == asked  # it waits before it tries again
     mlflow.away, mlflow.status = False, None
-    registrar = start()
-    assert registrar.waiting == 2
-    registrar.poll()
-    assert (len(mlflow.versions), mlflow.aliases, registrar.warning) == (2, {ALIAS: "2"}, None)
+    track = start()
+    assert waiting(track) == 2
+    track.poll()
+    assert (len(mlflow.versions), mlflow.aliases, track.warning) == (2, {ALIAS: "2"}, None)
     assert counted == {"registered": 2}
 
 
@@ -180,15 +197,15 @@ def test_what_waits_survives_an_outage_and_a_restart(versions, publish, start, m
 def test_an_answer_that_is_lost_makes_no_duplicate(versions, publish, start, mlflow, clock, restarts):
     publish(1)
     serve(versions, 1)
-    registrar = start()
+    track = start()
     for lost in range(20):  # more than there are requests
         mlflow.lost = len(mlflow.requests) + lost // 3
         if restarts:
-            registrar = start()
-        registrar.poll()
+            track = start()
+        track.poll()
         clock.now += 1000
     mlflow.lost = None
-    registrar.poll()
+    track.poll()
     assert (len(mlflow.versions), len(mlflow.runs), mlflow.aliases) == (1, 1, {ALIAS: "1"})
     assert mlflow.models == mlflow.experiments == ["digits"]
 
@@ -197,34 +214,34 @@ def test_a_version_that_is_refused_is_left_out_and_the_next_is_registered(versio
     publish(1, 2)
     serve(versions, 1, 2)
     mlflow.refuses = {SOURCE.format(number=1)}
-    registrar = start()
-    registrar.poll()
+    track = start()
+    track.poll()
     assert [each["source"] for each in mlflow.versions] == [SOURCE.format(number=2)]
-    assert (counted, registrar.warning, registrar.waiting) == ({"refused": 1, "registered": 1}, None, 0)
+    assert (counted, track.warning, waiting(track)) == ({"refused": 1, "registered": 1}, None, 0)
 
 
 def test_a_version_that_was_deleted_in_mlflow_blocks_nothing(versions, publish, start, mlflow):
     publish(1, 2, 3)
     serve(versions, 1, 2)
-    registrar = start()
-    registrar.poll()
+    track = start()
+    track.poll()
     mlflow.versions.clear()  # by a person
     serve(versions, 1, 2, 1)
-    registrar.poll()
-    assert registrar.warning is None
+    track.poll()
+    assert track.warning is None
     serve(versions, 1, 2, 1, 3)
-    registrar.poll()
+    track.poll()
     assert [each["source"] for each in mlflow.versions] == [SOURCE.format(number=3)]
 
 
 def test_what_does_not_fit_or_is_gone_is_counted(versions, publish, start, mlflow, counted, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_WAITING", 3)
+    monkeypatch.setattr(registrar, "_MOST_WAITING", 3)
     publish(*range(1, 6))
     serve(versions, 99, *range(1, 6))
     mlflow.away = True
-    registrar = start()
-    registrar.poll()
-    assert (registrar.waiting, counted) == (3, {"queue": 2, "gone": 1})
+    track = start()
+    track.poll()
+    assert (waiting(track), counted) == (3, {"queue": 2, "gone": 1})
     mlflow.away = False
     start().poll()
     assert [each["source"] for each in mlflow.versions] == [SOURCE.format(number=n) for n in (3, 4, 5)]
@@ -236,18 +253,19 @@ def test_versions_that_serve_while_a_slow_registry_answers_are_registered(
 ):
     publish(*range(1, 9))
     serve(versions, 1, 2)
-    registrar: Registrar = start()
-    register, still = registrar._registry.register, [(2, 3, 4), (5, 6, 7)]
+    track = start()
+    registry = registrar_of(track)._registry
+    register, still = registry.register, [(2, 3, 4), (5, 6, 7)]
 
     def slowly(version):
         if still:
             serve(versions, *still.pop(0))  # those before are not in the file any more, as after a hundred versions
         return register(version)
 
-    monkeypatch.setattr(registrar._registry, "register", slowly)
-    registrar.poll()
-    assert (len(mlflow.versions), registrar.waiting) == (2, 5)
-    registrar.poll()
+    monkeypatch.setattr(registry, "register", slowly)
+    track.poll()
+    assert (len(mlflow.versions), waiting(track)) == (2, 5)
+    track.poll()
     assert [each["source"] for each in mlflow.versions] == [SOURCE.format(number=n) for n in range(1, 8)]
     assert mlflow.aliases == {ALIAS: "7"}
 
@@ -263,9 +281,9 @@ def test_without_its_file_it_finds_what_is_registered(versions, publish, start, 
 
 def test_versions_of_servers_on_other_hosts_are_registered(versions, publish, start, mlflow):
     publish(1, 2)
-    registrar = start()
-    registrar._served_by_all = lambda own: RegistryState(serving=2, recent=[1, 2])
-    registrar.poll()
+    track = start()
+    registrar_of(track)._served_by_all = lambda own: RegistryState(serving=2, recent=[1, 2])
+    track.poll()
     assert (len(mlflow.versions), mlflow.aliases) == (2, {ALIAS: "2"})
 
 
@@ -279,28 +297,38 @@ def test_a_learner_that_returns_to_its_host_moves_the_alias_back(versions, publi
 
 
 def test_the_end_does_not_wait_for_a_server_that_hangs(versions, publish, start, mlflow, monkeypatch):
-    monkeypatch.setattr(module, "_LONGEST_END", module._LONGEST_END / 100)
+    monkeypatch.setattr(extension, "_LONGEST_END", extension._LONGEST_END / 100)
     publish(1)
     serve(versions, 1)
     mlflow.go_on = threading.Event()
-    registrar = start()
-    registrar.thread.start()
+    track = start()
+    track.thread.start()
     mlflow.asked.wait()
-    registrar.close()
-    assert registrar.thread.alive  # a daemon: the process ends
+    track.close()
+    assert track.thread.alive  # a daemon: the process ends
     mlflow.go_on.set()
-    registrar.thread._thread.join()
-    assert start().waiting + len(mlflow.versions) == 1
+    track.thread._thread.join()
+    assert waiting(start()) + len(mlflow.versions) == 1
 
 
-def test_settings_say_what_is_wrong(monkeypatch):
-    with pytest.raises(ValueError, match="where the number of the version belongs"):
-        MlflowSettings(tracking_uri="http://m", source="s3://models")
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"kind": "mlflow", "url": "http://m", "source": "s3://models"}, "where the number of the version belongs"),
+        ({"kind": "mlflow", "url": "http://m", "alias": "v1"}, "alias"),
+        ({"kind": "mlflow"}, "needs the address of its server"),
+        ({"kind": "tensorboard", "url": "http://t"}, 'url: kind = "tensorboard" has no use for it'),
+        ({"kind": "wandb", "alias": "served"}, 'alias: kind = "wandb" has no use for it'),
+        ({"kind": "comet"}, "kind"),
+    ],
+)
+def test_settings_say_what_is_wrong(settings, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        TrackSettings(**settings)
+
+
+@pytest.mark.parametrize("url", ["http://ada:s3cret@m:5000", "http://m/?write_token=s3cret"])
+def test_settings_with_credentials_are_refused_without_them_in_the_sentence(url):
     with pytest.raises(ValidationError, match="MLFLOW_TRACKING_USERNAME") as refused:
-        MlflowSettings(tracking_uri="http://ada:s3cret@m:5000")
+        TrackSettings(kind="mlflow", url=url)
     assert isinstance(refused.value.errors()[0]["input"], dict)  # so that the sentence has no value
-    with pytest.raises(ValueError, match="alias"):
-        MlflowSettings(tracking_uri="http://m", alias="v1")
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(SettingsError, match=r"pip install 'anabranch\[mlflow\]'"):
-        MlflowClientRegistry(MlflowSettings(tracking_uri="http://m"), "digits", SOURCE)

@@ -1,4 +1,4 @@
-"""The registry of MLflow, whose client runs in a separate process: its answers are bounded in bytes and time.
+"""A tracker, whose client runs in a separate process: its answers are bounded in bytes and time.
 
 Both send each other lines of JSON: an `Opening`, then for each `Call` an `Answer`.
 """
@@ -18,8 +18,8 @@ import msgspec
 
 from anabranch.core.durations import format_duration
 from anabranch.core.errors import SettingsError
-from anabranch.learner.errors import RegistrationError, RegistrationRefusedError
-from anabranch.learner.settings.mlflow import MlflowSettings
+from anabranch.learner.errors import TrackerError, TrackerRefusedError
+from anabranch.learner.settings.track import TrackSettings
 
 _LONGEST_START = timedelta(seconds=60)
 """The client is imported meanwhile."""
@@ -46,24 +46,50 @@ class Registration(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
 
 
+class Point(msgspec.Struct, frozen=True):
+    """The numbers of the learner at a step."""
+
+    step: int
+    time: float
+    """In seconds since 1970."""
+    values: dict[str, float]
+    """By the name of the curve, such as `loss/now`."""
+
+
+class TrackedRun(msgspec.Struct, frozen=True):
+    """The run that gets the curves of one start of the learner."""
+
+    project: str
+    name: str
+    """Unique within the project."""
+    facts: dict[str, str]
+    """What was started, by name."""
+    folder: str
+    """Where files of the tracker are."""
+
+
 class Opening(msgspec.Struct, tag=True):
-    """The first line: what the registry is made with."""
+    """The first line: what the client is made with."""
 
     settings: dict[str, Any]
-    name: str
+    run: TrackedRun
+    model: str
+    """The pipeline, by whose name versions are registered."""
     source: str
+    """The URL of a version, with `{number}` in it."""
 
 
 class Call(msgspec.Struct, tag=True):
-    """A call of a method of the registry."""
+    """A call of a method of the client."""
 
-    method: Literal["register", "move_alias", "tag"]
+    method: Literal["log", "finish", "register", "move_alias", "tag"]
     texts: list[str] = []
     version: Registration | None = None
+    points: list[Point] | None = None
 
     def arguments(self) -> list[Any]:
         """Return the arguments of the call."""
-        return [*self.texts] if self.version is None else [self.version]
+        return [*self.texts, *(each for each in (self.version, self.points) if each is not None)]
 
 
 class Answer(msgspec.Struct):
@@ -75,32 +101,47 @@ class Answer(msgspec.Struct):
     """The class of the error, one of `ERRORS`; empty without one."""
 
 
-ERRORS = {each.__name__: each for each in (SettingsError, RegistrationError, RegistrationRefusedError)}
+ERRORS = {each.__name__: each for each in (SettingsError, TrackerError, TrackerRefusedError)}
 """What methods of the registry raise."""
 
 
-class MlflowRegistry:
-    """A registered model; see `mlflow_client.py`. A call that takes too long ends the process, and the next starts it.
+class Tracker:
+    """A tracker; see `client.py`. A call that takes too long ends the process, and the next starts it.
 
     Used by one thread, except `close`.
     """
 
-    def __init__(self, settings: MlflowSettings, name: str, source: str) -> None:
-        """Start the process, which connects to nothing; `name` is the pipeline's, `source` a URL with `{number}` in it.
+    def __init__(self, settings: TrackSettings, run: TrackedRun, model: str = "", source: str = "") -> None:
+        """Start the process, which connects to nothing; the arguments are those of `Opening`.
 
         Raises:
-            SettingsError: the client is not installed, or it refuses `tracking_uri`.
+            SettingsError: the client is not installed, or it refuses `url`.
         """
-        self._location = settings.tracking_uri
-        self._opening = Opening(settings.model_dump(mode="json"), name, source)
+        self._named = f"{settings.kind} at {settings.url or run.folder}"
+        content = settings.model_dump(mode="json", exclude_unset=True)
+        self._opening = Opening(content, run, model, source)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         self._lock = threading.Lock()
         """Held during a call."""
         try:
             self._start()
-        except RegistrationError as exc:  # on a busy machine; the first call starts it again
+        except TrackerError as exc:  # on a busy machine; the first call starts it again
             log.warning("%s", exc)
+
+    def log(self, points: list[Point]) -> None:
+        """Add points to the curves of the run, which is made before the first; repeated ones do no harm.
+
+        Raises:
+            TrackerError: it failed, and may succeed later.
+            TrackerRefusedError: it would fail again.
+        """
+        self._call(Call("log", points=points))
+
+    def finish(self, points: list[Point], longest: timedelta) -> None:
+        """Add the last points, and end the run, if it was made; raises as `log` does, after `longest` too."""
+        if self._process is not None:
+            self._call(Call("finish", points=points), longest)
 
     def register(self, version: Registration) -> str:
         """Register a version once, and return the number that it has in the registry; raises as that of the client."""
@@ -127,21 +168,21 @@ class MlflowRegistry:
 
     def _start(self) -> None:
         # -P: a folder named learner in the working directory must not shadow this package.
-        command = [sys.executable, "-P", "-m", "anabranch.learner.extensions.mlflow.mlflow_client"]
+        command = [sys.executable, "-P", "-m", "anabranch.learner.extensions.track.client"]
         # A separate session: a terminal sends SIGINT to all of one, and this ends with stdin.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._ask(self._opening, _LONGEST_START)
 
-    def _call(self, call: Call) -> str | None:
+    def _call(self, call: Call, longest: timedelta | None = None) -> str | None:
         with self._lock:
             if self._is_closed:
-                raise RegistrationError(f"{self._named} is not used any more")
+                raise TrackerError(f"{self._named} is not used any more")
             if self._process is None:
                 try:
                     self._start()
                 except SettingsError as exc:
-                    raise RegistrationError(str(exc)) from exc
-            return self._ask(call, _LONGEST_CALL)
+                    raise TrackerError(str(exc)) from exc
+            return self._ask(call, _LONGEST_CALL if longest is None else longest)
 
     def _ask(self, message: Opening | Call, longest: timedelta) -> str | None:
         process = self._process
@@ -153,7 +194,7 @@ class MlflowRegistry:
             answer = msgspec.json.decode(self._line(process, longest), type=Answer)
         except (BrokenPipeError, msgspec.MsgspecError, EOFError) as exc:
             self._end()
-            raise RegistrationError(
+            raise TrackerError(
                 f"{self._named} is not used for now: the process of its client has ended with code {process.returncode}"
             ) from exc
         if answer.kind:
@@ -171,7 +212,7 @@ class MlflowRegistry:
             while not line.endswith(b"\n"):
                 if not selector.select(until - time.monotonic()):
                     self._end()
-                    raise RegistrationError(f"{self._named} does not answer within {format_duration(longest)}")
+                    raise TrackerError(f"{self._named} does not answer within {format_duration(longest)}")
                 piece = os.read(process.stdout.fileno(), _MOST_BYTES)
                 line += piece
                 if not piece or len(line) > _MOST_BYTES:
@@ -188,7 +229,3 @@ class MlflowRegistry:
                 assert pipe is not None
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-
-    @property
-    def _named(self) -> str:
-        return f"MLflow at {self._location}"

@@ -10,24 +10,25 @@ from datetime import timedelta
 import pytest
 
 from anabranch.core.errors import SettingsError
-from anabranch.learner.errors import RegistrationError
-from anabranch.learner.extensions.mlflow import registry as module
-from anabranch.learner.extensions.mlflow.registry import MlflowRegistry, Registration
-from anabranch.learner.settings.mlflow import MlflowSettings
+from anabranch.learner.errors import TrackerError
+from anabranch.learner.extensions.track import process as module
+from anabranch.learner.extensions.track.process import Registration, TrackedRun, Tracker
+from anabranch.learner.settings.track import TrackSettings
 from tests.support.http_server import Handler, serving
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 VERSION = Registration(1, "a" * 64, 1, 1.0, {"anabranch.pipeline": "digits"}, {"now": 0.5})
+RUN = TrackedRun("digits", "generation-3-0a1b2c3d", {}, "")
 BOMB = 300_000_000
 
 
 @pytest.fixture
 def open_registry():
-    made: list[MlflowRegistry] = []
+    made: list[Tracker] = []
 
     def make(url):
-        made.append(MlflowRegistry(MlflowSettings(tracking_uri=url), "digits", "s3://models/{number}"))
+        made.append(Tracker(TrackSettings(kind="mlflow", url=url), RUN, "digits", "s3://models/{number}"))
         return made[-1]
 
     yield make
@@ -79,7 +80,7 @@ def test_an_answer_that_unpacks_to_more_than_is_allowed_is_an_error_and_the_lear
 
     registry = open_registry(hostile(write))
     for _ in range(2):
-        with pytest.raises(RegistrationError, match=r"version 1 cannot be registered at http.* more than 256 MB"):
+        with pytest.raises(TrackerError, match=r"version 1 cannot be registered at http.* more than 256 MB"):
             registry.register(VERSION)
 
 
@@ -90,7 +91,7 @@ def test_an_answer_of_other_types_is_an_error_that_passes(hostile, open_registry
         handler.end_headers()
         handler.wfile.write(content)
 
-    with pytest.raises(RegistrationError, match=r"version 1 cannot be registered at http.*: an answer cannot be used"):
+    with pytest.raises(TrackerError, match=r"version 1 cannot be registered at http.*: an answer cannot be used"):
         open_registry(hostile(write)).register(VERSION)
 
 
@@ -107,7 +108,7 @@ def test_a_server_that_answers_byte_after_byte_is_given_up_and_asked_again(hosti
     registry = open_registry(hostile(write))
     try:
         for _ in range(2):
-            with pytest.raises(RegistrationError, match=r"MLflow at http.* does not answer within 1s"):
+            with pytest.raises(TrackerError, match=r"mlflow at http.* does not answer within 1s"):
                 registry.register(VERSION)
             assert asked.acquire(timeout=PATIENCE_SECONDS)
     finally:
@@ -118,7 +119,7 @@ def test_the_process_may_be_killed_and_ends_during_a_call_with_the_registry(mlfl
     registry = open_registry(mlflow.url)
     assert registry._process is not None
     os.kill(registry._process.pid, 9)
-    with pytest.raises(RegistrationError, match="the process of its client has ended with code -9"):
+    with pytest.raises(TrackerError, match="the process of its client has ended with code -9"):
         registry.register(VERSION)
     mlflow.go_on = threading.Event()
     failed: list[Exception] = []
@@ -126,7 +127,7 @@ def test_the_process_may_be_killed_and_ends_during_a_call_with_the_registry(mlfl
     def register():
         try:
             registry.register(VERSION)
-        except RegistrationError as exc:
+        except TrackerError as exc:
             failed.append(exc)
 
     thread = threading.Thread(target=register)
@@ -142,7 +143,7 @@ def test_the_process_may_be_killed_and_ends_during_a_call_with_the_registry(mlfl
 
 
 def test_an_address_that_the_client_refuses_is_a_wrong_setting(open_registry):
-    with pytest.raises(SettingsError, match=r'mlflow.tracking_uri = "nothing://m"'):
+    with pytest.raises(SettingsError, match=r'track.url = "nothing://m"'):
         open_registry("nothing://m")
 
 
