@@ -47,6 +47,7 @@ from anabranch.learner.extensions.input_drift.extension import InputDrift, remov
 from anabranch.learner.extensions.late_labels.extension import LateLabels
 from anabranch.learner.extensions.late_labels.join_part import open_join
 from anabranch.learner.extensions.search.extension import ChallengerSearch, SearchExtension, open_search
+from anabranch.learner.extensions.served_answers.extension import ServedAnswers
 from anabranch.learner.extensions.storage.extension import Mirror, open_mirror
 from anabranch.learner.extensions.teacher.extension import TeacherFeed
 from anabranch.learner.extensions.teacher.opening import open_teacher
@@ -412,6 +413,7 @@ class Assembly:
         yield self._undo
         yield self._open_teacher()
         yield from () if late is None else (late, late.arrivals)
+        yield self._measure_answers()
         yield from self._judges
         yield self._sharing
         yield None if self._search is None else SearchExtension(self._search)
@@ -421,6 +423,18 @@ class Assembly:
             self.stack.callback(extension.close)
             yield extension
         yield from self._more
+
+    def _measure_answers(self) -> ServedAnswers | None:
+        """Measure versions by what they have answered; None where no answers come through Kafka, or labels with them.
+
+        None also where the task has no measure.
+        """
+        measures = self._gate.scorer.measures
+        if self.spec.measured_answers is None or measures.kind is None:
+            return None
+        served = ServedAnswers(self.spec, self.setup.schema, measures)
+        self.stack.callback(served.close)
+        return served
 
     def _watch_inputs(self) -> InputDrift | None:
         """Compare new events with those before; None without `learner.drift.inputs`."""

@@ -14,7 +14,7 @@ from anabranch.core.net import is_loopback
 from anabranch.core.settings import DeviceName, Section
 from anabranch.ingest.settings.labels import TopicName
 from anabranch.ingest.settings.stream import StreamSettings
-from anabranch.learner.settings.pipeline import ServedSettings
+from anabranch.learner.settings.pipeline import AnswersSettings, ServedSettings
 from anabranch.learner.settings.storage import StorageSettings
 
 RequestLogLevel = Literal["none", "errors", "all"]
@@ -41,36 +41,6 @@ class TlsSettings(Section):
     def _both_or_neither(self) -> Self:
         if (self.cert is None) != (self.key is None):
             raise ValueError("cert and key go together")
-        return self
-
-
-class AnswersSettings(Section):
-    """Predictions through Kafka: events of topics in, an answer to each out. Needs the extra `fast`."""
-
-    topics: Annotated[tuple[TopicName, ...], Field(min_length=1)]
-    """Topics to answer, at the brokers and in the format of `[stream]`."""
-    output: TopicName
-    """Topic of the answers, one for each message, with its key."""
-    delivery: Literal["exactly-once", "at-least-once"] = "exactly-once"
-    """`exactly-once` writes answers in transactions: who reads committed records sees one answer to each message. After
-    a crash, `at-least-once` may answer messages twice."""
-    group_id: str | None = None
-    """Consumer group whose members divide the partitions; by default `anabranch-`, the name, and `-answers`."""
-    start: Literal["earliest", "latest"] = "earliest"
-    """Where a partition begins for which the group has no offset yet."""
-    max_in_flight: Annotated[int, Field(ge=1)] = 8192
-    """Messages that may be read and not answered yet; at that bound reading pauses."""
-
-    def group_of(self, name: str) -> str:
-        """Return the consumer group for a pipeline of this name."""
-        return self.group_id or f"anabranch-{name}-answers"
-
-    @model_validator(mode="after")
-    def _answers_are_no_events(self) -> Self:
-        if len(set(self.topics)) != len(self.topics):
-            raise ValueError("topics names a topic twice")
-        if self.output in self.topics:
-            raise ValueError(f'output = "{self.output}" is one of topics: answers would be answered again')
         return self
 
 
@@ -125,8 +95,6 @@ class ServingSettings(ServedSettings):
     on) or `all`."""
     tls: TlsSettings = TlsSettings()
     """TLS certificate and key."""
-    stream: AnswersSettings | None = None
-    """Predictions through Kafka; absent: none."""
     log: AnswerLogSettings | None = None
     """Log of the answers in a topic; absent: none."""
 

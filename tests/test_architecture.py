@@ -128,6 +128,7 @@ WALL_CLOCK = {
     "serving/preflight.py": "a certificate ends at a date",
     "serving/server.py": "a report's time",
     "serving/rollout/hot_swap.py": "compares with the record times of the stream",
+    "learner/extensions/served_answers/topic.py": "how far back in record times answers are read",
 }
 """Who may ask for the time of day, and what for. What lasts is measured by `time.monotonic`: this clock may be set."""
 

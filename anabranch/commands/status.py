@@ -32,10 +32,12 @@ from anabranch.learner.status.report import (
     InputReport,
     LabelReport,
     LearnerReport,
+    LiveReport,
     SearchReport,
     StorageReport,
     UndoReport,
     no_better,
+    served_text,
 )
 from anabranch.learner.status.report import read_report as read_learner
 from anabranch.runtime.console import PlainConsole
@@ -232,6 +234,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row(name, f"lag {partition.pending:,}, trained through {partition.trained_through:,}{waiting}")
     if report.labels is not None:
         table.add_row("late labels", _labels(report.labels))
+    if report.live is not None:
+        table.add_row("served answers", _live(report.live, report.measure))
     last = next(reversed(report.replay_rows), None)  # which holds all; tiers before it are caches
     tiers = {
         tier if tier == last else f"{tier} cache": f"{rows:,} ({size_text(report.replay_bytes.get(tier, 0))})"
@@ -339,6 +343,17 @@ def _labels(labels: LabelReport) -> str:
     return "; ".join(
         part for part in (waiting, ended and f"ended: {ended}", counts and f"labels: {counts}", lag) if part
     )
+
+
+def _live(live: LiveReport, measure: str) -> str:
+    """Say what became of the answers that the learner read back, and how good those of each version were."""
+    counts = _pairs({name: f"{count:,}" for name, count in live.answers.items() if count})
+    part = "" if live.part == 1 else f"; {live.part:.2%} of the events are joined, by their identity"
+    lines = [f"{counts or 'none yet'}; {live.waiting:,} events and answers wait{part}"]
+    for version, each in live.served.items():
+        name = "all" if version == "all" else f"version {version}"
+        lines.append(f"{name}: {served_text(each, measure) or 'not measured yet'} ({each.rows:,} labels)")
+    return "\n".join(lines)
 
 
 def _history(history: BackfillReport) -> RenderableType:

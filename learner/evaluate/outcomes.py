@@ -260,7 +260,9 @@ def _bytes_of(predictions: Predictions) -> int:
 class Estimates:
     """Estimates of measures by window, of which one is renewed after the other. Used by one thread; any may read."""
 
-    def __init__(self, windows: Mapping[str, Sequence[Measure]]) -> None:
+    def __init__(self, windows: Mapping[str, Sequence[Measure]], share: int = _SHARE) -> None:
+        """`share`: they take at most 1 / `share` of a processor."""
+        self._share = share
         each = [(window, measure) for window, measures in windows.items() for measure in measures]
         self._turns, self._count = itertools.cycle(each), len(each)
         self._rested_at = 0.0
@@ -275,6 +277,6 @@ class Estimates:
             window, measure = next(self._turns)
             begin = time.thread_time()
             found = estimate(window, measure)
-            self._rested_at = time.monotonic() + (_SHARE - 1) * (time.thread_time() - begin)
+            self._rested_at = time.monotonic() + (self._share - 1) * (time.thread_time() - begin)
             others = {key: each for key, each in self.now.items() if key != (measure.name, window)}
             self.now = others if found is None else {**others, (measure.name, window): found}

@@ -5,13 +5,14 @@
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PrivateAttr, SecretStr
+from pydantic import Field, PrivateAttr, SecretStr, model_validator
 
 from anabranch.core.durations import Duration, PositiveDuration
 from anabranch.core.settings import Section, written
 from anabranch.core.tracing.settings import TracingSettings
+from anabranch.ingest.settings.labels import TopicName
 from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
 from anabranch.learner.settings.learner import (
     CheckpointSettings,
@@ -42,8 +43,38 @@ class Tokens(Section):
         return self.read.get_secret_value(), self.admin.get_secret_value()
 
 
+class AnswersSettings(Section):
+    """Predictions through Kafka: events of topics in, an answer to each out. Needs the extra `fast`."""
+
+    topics: Annotated[tuple[TopicName, ...], Field(min_length=1)]
+    """Topics to answer, at the brokers and in the format of `[stream]`."""
+    output: TopicName
+    """Topic of the answers, one for each message, with its key."""
+    delivery: Literal["exactly-once", "at-least-once"] = "exactly-once"
+    """`exactly-once` writes answers in transactions: who reads committed records sees one answer to each message. After
+    a crash, `at-least-once` may answer messages twice."""
+    group_id: str | None = None
+    """Consumer group whose members divide the partitions; by default `anabranch-`, the name, and `-answers`."""
+    start: Literal["earliest", "latest"] = "earliest"
+    """Where a partition begins for which the group has no offset yet."""
+    max_in_flight: Annotated[int, Field(ge=1)] = 8192
+    """Messages that may be read and not answered yet; at that bound reading pauses."""
+
+    def group_of(self, name: str) -> str:
+        """Return the consumer group for a pipeline of this name."""
+        return self.group_id or f"anabranch-{name}-answers"
+
+    @model_validator(mode="after")
+    def _answers_are_no_events(self) -> Self:
+        if len(set(self.topics)) != len(self.topics):
+            raise ValueError("topics names a topic twice")
+        if self.output in self.topics:
+            raise ValueError(f'output = "{self.output}" is one of topics: answers would be answered again')
+        return self
+
+
 class ServedSettings(Section):
-    """The keys of `[serving]` that a learner reads too: it shares the device, and judges versions that servers try."""
+    """The keys of `[serving]` that a learner reads too: it shares the device, and measures what was served."""
 
     max_batch: Annotated[int, Field(ge=1, le=65536)] = 64
     """Rows that one run of the model may process together."""
@@ -58,6 +89,8 @@ class ServedSettings(Section):
     0: all serve it at once. Needs `[storage]`, in the learner's config too."""
     tokens: Tokens = Tokens()
     """Bearer tokens."""
+    stream: AnswersSettings | None = None
+    """Predictions through Kafka; absent: none."""
 
 
 class PipelineSettings(Section):
@@ -119,6 +152,14 @@ class PipelineSettings(Section):
         found = self.model_copy(update=paths)
         found._folder = folder
         return found
+
+    @property
+    def measured_answers(self) -> AnswersSettings | None:
+        """The answers that the learner reads back, since labels of their events come later; None: it reads none."""
+        answers = self.serving.stream
+        if not self.gate.live or self.stream.labels is None or answers is None:
+            return None
+        return answers if set(answers.topics) & set(self.stream.topics) else None
 
     def with_changes(self, **sections: object) -> Self:
         """Return the settings with other sections, which are valid already."""

@@ -166,6 +166,48 @@ class LabelReport(msgspec.Struct, frozen=True, kw_only=True):
         return {quantile: seconds for quantile, seconds in by_quantile.items() if seconds is not None}
 
 
+class ServedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a version has really answered, by the labels that came later."""
+
+    rows: Annotated[int, Reported("anabranch_learner_served_rows", "Answers of a version whose label has come.")]
+    """The newest 5,000 at most."""
+    value: Annotated[
+        dict[str, float],
+        Reported("anabranch_learner_served_measure", "A measure of what a version has answered.", "measure"),
+    ] = {}
+    lower: Annotated[
+        dict[str, float],
+        Reported("anabranch_learner_served_measure_lower", "Lower limit of its 95 % interval.", "measure"),
+    ] = {}
+    upper: Annotated[
+        dict[str, float],
+        Reported("anabranch_learner_served_measure_upper", "Upper limit of its 95 % interval.", "measure"),
+    ] = {}
+
+
+def _of_versions(served: Mapping[str, ServedReport]) -> dict[tuple[str, ...], ServedReport]:
+    return {(version,): each for version, each in served.items()}
+
+
+class LiveReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The answers of `[serving.stream]`, joined with late labels."""
+
+    served: Annotated[dict[str, ServedReport], ReportedBy(_of_versions, "version")] = {}
+    """By version, of the newest eight whose answers have labels; `all` are the newest answers of these."""
+    answers: Annotated[
+        dict[str, int],
+        Reported(
+            "anabranch_learner_served_answers_total", "Served answers, by what became of them at the learner.", "result"
+        ),
+    ] = {}
+    """`matched` got their label, `late` were written after it, `unmatched` got none, `duplicate` had another before
+    them, `unreadable` are no answers of this task; and `unanswered`: labelled events without an answer."""
+    waiting: int = 0
+    """Answers and events that wait."""
+    part: float = 1.0
+    """The part of the events that is joined, as far as memory allows."""
+
+
 class TeacherReport(msgspec.Struct, frozen=True, kw_only=True):
     """The teacher of `[model.teacher]`; counts are since the start of the process."""
 
@@ -502,6 +544,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """By `topic:partition`."""
     labels: LabelReport | None = None
     """None without `[stream.labels]`."""
+    live: LiveReport | None = None
+    """None without `gate.live`, `[stream.labels]` or `[serving.stream]`."""
     teacher: TeacherReport | None = None
     """None without `[model.teacher]`."""
     backfill: BackfillReport | None = None
@@ -693,6 +737,13 @@ def no_better(report: LearnerReport, baseline: BaselineReport) -> list[str]:
         for name, rule in baseline.scores.items()
         if name in found and (found[name] >= rule if report.error else found[name] <= rule < 1)
     ]
+
+
+def served_text(served: ServedReport, first: str = "") -> str:
+    """Return the measures of what a version has answered, with 95 % intervals; `first`: the one to begin with."""
+    names = sorted(served.value, key=lambda name: name != first)
+    each = ((name, served.value[name], served.lower[name], served.upper[name]) for name in names)
+    return ", ".join(f"{name} {value:.3g} ({low:.3g} to {high:.3g})" for name, value, low, high in each)
 
 
 def write_report(state_dir: Path, report: LearnerReport) -> None:

@@ -18,6 +18,7 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import VersionError
 from anabranch.learner.model.answer_rule import AnswerRule
 from anabranch.learner.object_storage.bucket_storage import storage_to_read
+from anabranch.learner.status.report import ServedReport, read_report, served_text
 from anabranch.learner.stream.trained_through import format_trained_through
 from anabranch.learner.versions.format import Manifest, RegistryState, Verdict, Versions
 from anabranch.serving.rollout.eligibility import Requirements, refusal, requirements_of
@@ -44,7 +45,11 @@ VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="Its num
 def show(version: VersionArgument, config: Config, as_json: AsJson = False) -> None:
     """Show one version: manifest, verdict, a check of its files, and why serving refuses it."""
     one = show_version(config, parse_which(version))
-    output(one.document() if as_json else None, lambda: render_one(one))
+    learner = read_report(config.state_dir)
+    live = {} if learner is None or learner.live is None else learner.live.served
+    served = live.get(str(one.number))
+    document = {**one.document(), "served": msgspec.to_builtins(served)}
+    output(document if as_json else None, lambda: render_one(one, served))
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,8 @@ def stored_versions(config: Config) -> Versions:
     return Versions(config.state_dir / "versions", storage_to_read(config.pipeline.storage, "versions"))
 
 
-def render_one(one: Listed) -> RenderableType:
-    """Return the screen of `versions show`."""
+def render_one(one: Listed, served: ServedReport | None = None) -> RenderableType:
+    """Return the screen of `versions show`; `served`: what it has answered, by the labels that came later."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -136,6 +141,8 @@ def render_one(one: Listed) -> RenderableType:
             table.add_row("base", manifest.base)
         for name, digest in manifest.files.items():
             table.add_row("file", f"{name}, sha256 {digest}")
+    if served is not None:
+        table.add_row("as served", f"{served_text(served) or 'not measured yet'} ({served.rows:,} labels)")
     table.add_row("size", size_text(one.bytes))
     verdict = one.verdict
     if verdict is None:

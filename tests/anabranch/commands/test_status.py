@@ -26,7 +26,9 @@ from anabranch.learner.status.report import (
     InputReport,
     LabelReport,
     LearnerReport,
+    LiveReport,
     PartitionReport,
+    ServedReport,
     StorageReport,
 )
 from anabranch.runtime.console import PlainConsole
@@ -217,6 +219,19 @@ def test_late_labels_are_on_the_screen(config):
     assert "1,500 events wait (150 kB of 1 GB); ended: trained 40, timed out 2; labels: matched 40, late 1" in text
     assert "lag p50 5.00 s, p99 2:00:00" in text
     assert "trained through 957, 1,500 wait for labels" in text
+
+
+def test_what_each_version_has_answered_is_on_the_screen(config):
+    measured = {"value": {"log_loss": 0.4, "roc_auc": 0.8}, "lower": {"log_loss": 0.3, "roc_auc": 0.7}}
+    measured["upper"] = {"log_loss": 0.5, "roc_auc": 0.9}
+    served = {"7": ServedReport(rows=1200, **measured), "all": ServedReport(rows=1300)}
+    counts = {"matched": 1300, "late": 2, "duplicate": 0}
+    live = LiveReport(served=served, answers=counts, waiting=40, part=0.25)
+    reports.write_report(config.state_dir, learner_report(live=live, measure="roc_auc"))
+    text = screen(config)
+    assert "matched 1,300, late 2; 40 events and answers wait; 25.00% of the events are joined" in text
+    assert "version 7: roc_auc 0.8 (0.7 to 0.9), log_loss 0.4 (0.3 to 0.5) (1,200 labels)" in text
+    assert "all: not measured yet (1,300 labels)" in text
 
 
 def test_the_device_is_on_the_screen_with_its_gravest_sentence(config):

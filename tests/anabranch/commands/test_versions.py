@@ -19,6 +19,7 @@ from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.state_dir.bases import bases_in
+from anabranch.learner.status.report import LearnerReport, LiveReport, ServedReport, write_report
 from anabranch.learner.versions.format import RegistryState, Verdict, Versions
 from tests.support.manifests import manifest_of
 
@@ -70,6 +71,17 @@ def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(confi
     assert "\x1b" not in shown
     for sentence in ("\N{REPLACEMENT CHARACTER}]0;owned", "\N{REPLACEMENT CHARACTER}[2J a clear screen", "[/red]"):
         assert sentence in shown
+
+
+def test_a_version_has_what_it_has_answered(config, publish, capsys):
+    publish(7)
+    served = ServedReport(rows=1200, value={"roc_auc": 0.8}, lower={"roc_auc": 0.7}, upper={"roc_auc": 0.9})
+    live = LiveReport(served={"7": served})
+    write_report(config.state_dir, LearnerReport(pid=1, generation=1, started=0, time=0, steps=1, live=live))
+    assert cli.main(["versions", "show", "7", "-c", str(config.path)]) == 0
+    assert "roc_auc 0.8 (0.7 to 0.9) (1,200 labels)" in capsys.readouterr().out
+    assert cli.main(["versions", "show", "7", "--json", "-c", str(config.path)]) == 0
+    assert json.loads(capsys.readouterr().out)["served"]["rows"] == 1200
 
 
 class TestLs:

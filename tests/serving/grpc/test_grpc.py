@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
+from anabranch.learner.model.answer_rule import AnswerRule, Calibration
 from anabranch.serving.errors import BadRequestError
 from anabranch.serving.grpc.messages import MESSAGES, SERVICE
 from anabranch.serving.grpc.tensors import parse_request
@@ -88,6 +89,20 @@ def refused(call, message, method="ModelInfer", **options):
     with pytest.raises(grpc.RpcError) as refusal:
         call(method, message, **options)
     return refusal.value.code(), refusal.value.details()
+
+
+def test_a_reply_has_the_calibration_and_the_decision_of_its_version(deploy, served):
+    publisher, costs = deploy("linear"), [[0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [50.0, 50.0, 0.0]]
+    rule = AnswerRule(Calibration("platt", 500, bias=[1.0, 0.0, 0.0]), costs)
+    publisher.publish(1, {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}, rule=rule)
+    with served(publisher, grpc_port=0) as server, closing(triton.InferenceServerClient(address_of(server))) as client:
+        given = triton.InferInput("x", list(X.shape), "FP32")
+        given.set_data_from_numpy(X)
+        reply = client.infer("tiny", [given])
+    expected = torch.tensor([1.0, 0.0, 0.0]).softmax(0).numpy()
+    np.testing.assert_allclose(reply.as_numpy("probabilities"), np.tile(expected, (3, 1)), atol=1e-6)
+    assert reply.as_numpy("prediction").tolist() == [2, 2, 2]
+    assert reply.get_response().parameters["calibration"].string_param == "platt"
 
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))

@@ -13,10 +13,14 @@ from confluent_kafka import Consumer, KafkaError, KafkaException
 from kafka import KafkaAdminClient, TopicPartition
 
 from anabranch.core.errors import SettingsError
+from anabranch.ingest.events.partition import TopicPartition as P
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.rows import row_dtype
+from anabranch.ingest.kafka.client import Messages
 from anabranch.ingest.kafka.confluent import read_process_write
 from anabranch.ingest.settings.stream import SchemaSettings, StreamSettings
+from anabranch.learner.extensions.served_answers.topic import AnswerDecoder
+from anabranch.learner.model.answer_rule import AnswerRule, Calibration
 from anabranch.serving.reporting.report import read_report
 from tests import forkserver
 from tests.serving.conftest import Publisher
@@ -114,6 +118,29 @@ def test_answers_are_those_of_http(stream, deploy, served, produce, consume_all)
         value, at = json.loads(record.value), int(dict(record.headers)["anabranch-source"].decode().rpartition("@")[2])
         assert value["prediction"] == outputs["prediction"][at]
         assert value["probabilities"] == pytest.approx(outputs["probabilities"][3 * at : 3 * at + 3], abs=1e-6)
+
+
+def test_answers_have_the_calibration_and_the_decision_of_their_version_and_can_be_read_back(
+    stream, deploy, served, produce, consume_all
+):
+    publisher = stream.of(deploy("linear"))
+    costs = [[0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [50.0, 50.0, 0.0]]
+    rule = AnswerRule(Calibration("platt", 500, bias=[1.0, 0.0, 0.0]), costs)
+    publisher.publish(4, {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}, rule=rule)
+    produce(stream.bootstrap, stream.input, [event(i) for i in range(5)])
+    with served(publisher, stream=stream.settings()):
+        records = answers(consume_all, stream, 5)
+    expected = torch.tensor([1.0, 0.0, 0.0]).log_softmax(0)
+    for record in records:
+        value = json.loads(record.value)
+        assert value["prediction"] == 2
+        assert value["probabilities"] == pytest.approx(expected.exp().tolist(), abs=1e-6)
+    values, headers = [record.value for record in records], [record.headers for record in records]
+    messages = Messages(P(stream.output, 0), range(5), [0] * 5, [None] * 5, values, headers, 5)
+    read, unreadable = AnswerDecoder("classes", 3).decode(messages)
+    assert (sorted(read.offset), set(read.source), set(read.version)) == ([*range(5)], {(stream.input, 0)}, {4})
+    assert unreadable == 0
+    np.testing.assert_allclose(read.output_NK, np.tile(expected.numpy(), (5, 1)), atol=1e-6)
 
 
 def test_a_restart_goes_on_where_the_server_stopped(stream, numbers, served, produce, consume_all):
