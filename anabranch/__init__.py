@@ -12,18 +12,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anabranch.api.client import Client as Client
     from anabranch.api.learner import Learner as Learner
+    from anabranch.api.model import Model as Model
+    from anabranch.api.model import load as load
     from anabranch.api.replay_buffer import ReplayBuffer as ReplayBuffer
     from anabranch.api.schema import Schema as Schema
     from anabranch.core.errors import AnabranchError as AnabranchError
 
 _MODULES = {
     "AnabranchError": "core.errors",
+    "Client": "api.client",
     "Learner": "api.learner",
+    "Model": "api.model",
     "ReplayBuffer": "api.replay_buffer",
     "Schema": "api.schema",
+    "load": "api.model",
 }
-__all__ = ["AnabranchError", "Learner", "ReplayBuffer", "Schema"]
+__all__ = ["AnabranchError", "Client", "Learner", "Model", "ReplayBuffer", "Schema", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ Legend: N events.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from decimal import Decimal
 from typing import Any
@@ -23,6 +23,9 @@ from anabranch.ingest.events.schema import Feature, Label, Schema
 from anabranch.ingest.formats.json import JsonFormat
 from anabranch.ingest.worker.value_decoder import ValueDecoder
 
+_PREDICTED = 1024
+"""Events of one pass of the model."""
+_FRAMES = ("pandas", "polars")
 _MISSING = ("NAType", "NaTType")
 """Types of the values that pandas has for none."""
 
@@ -37,20 +40,28 @@ def arrays_of(data: Any) -> dict[str, NDArray[Any]]:
     Raises:
         SettingsError: it is something else, or its columns are not of one length.
     """
+    other = f"data is {_kind(data)}, and has to be a dict of arrays by name, or a data frame of pandas, polars or Arrow"
     if isinstance(data, Mapping):
-        arrays = {str(name): _array(name, column) for name, column in data.items()}
-    elif (names := getattr(data, "column_names", None) or getattr(data, "columns", None)) is not None:
-        arrays = {str(name): _array(name, data[name]) for name in list(names)}
+        names = list(data)
+    elif hasattr(data, "collect"):
+        raise SettingsError(f"{other}: collect it first")
+    elif (found := getattr(data, "column_names", None) or getattr(data, "columns", None)) is not None:
+        names = list(found)
     elif hasattr(data, "__arrow_c_stream__") or hasattr(data, "__dataframe__"):
         with needs(f"data of type {type(data).__name__}", "pyarrow", "arrow"):
             import pyarrow
             import pyarrow.interchange
         is_stream = hasattr(data, "__arrow_c_stream__")
-        return arrays_of(pyarrow.table(data) if is_stream else pyarrow.interchange.from_dataframe(data))
+        try:
+            table = pyarrow.table(data) if is_stream else pyarrow.interchange.from_dataframe(data)
+        except pyarrow.ArrowException as exc:  # such as of a single column
+            raise SettingsError(other) from exc
+        return arrays_of(table)
     else:
-        raise SettingsError(
-            f"data is {_kind(data)}, and has to be a dict of arrays by name, or a data frame of pandas, polars or Arrow"
-        )
+        raise SettingsError(other)
+    if len({*names}) < len(names):
+        raise SettingsError(f"the data has two columns named {next(each for each in names if names.count(each) > 1)}")
+    arrays = {str(name): _array(name, data[name]) for name in names}
     lengths = {name: len(column) for name, column in arrays.items()}
     if len({*lengths.values()}) > 1:
         shown = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -68,6 +79,29 @@ def _array(name: object, column: Any) -> NDArray[Any]:
     return np.asarray(array)
 
 
+def frame_like(data: Any, columns: Mapping[str, NDArray[Any]], *, same_rows: bool = True) -> Any:
+    """Return columns, each `[n, ...]`, as data comes: arrays by name for a mapping, else a frame of the kind of `data`.
+
+    A frame has a column for each number of a row, such as `probabilities.0`. `same_rows`: the rows are those of `data`,
+    so that a frame of pandas has its index.
+    """
+    if isinstance(data, Mapping):
+        return dict(columns)
+    flat = {
+        ".".join([name, *map(str, index)]): column[(slice(None), *index)]
+        for name, column in columns.items()
+        for index in np.ndindex(column.shape[1:])
+    }
+    flat = {name: column.tolist() if column.dtype.kind == "O" else column for name, column in flat.items()}
+    library = next((each for kind in type(data).__mro__ if (each := kind.__module__.split(".")[0]) in _FRAMES), None)
+    if library is None:
+        with needs("a frame", "pyarrow", "arrow"):
+            import pyarrow
+        return pyarrow.table(flat)
+    index = {"index": data.index} if library == "pandas" and same_rows else {}
+    return sys.modules[library].DataFrame(flat, **index)
+
+
 def _kind(value: object) -> str:
     return f"of type {type(value).__name__}"
 
@@ -82,10 +116,10 @@ def _values(array: NDArray[Any]) -> list[Any]:
     if array.dtype.kind == "M":
         return list(array.astype("datetime64[us]").tolist())  # `None` is what is no time
     values = list(array.tolist())
-    return [_plain(value) for value in values] if array.dtype.kind == "O" else values
+    return [plain(value) for value in values] if array.dtype.kind == "O" else values
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value of a column of objects as JSON has it: None where it is missing."""
     if value is None or type(value).__name__ in _MISSING:
         return None
@@ -94,6 +128,43 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.to_pydatetime() if hasattr(value, "to_pydatetime") else value
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def predicted(
+    schema: Schema,
+    reader: "EventReader",
+    data: Any,
+    run: Callable[[Mapping[str, Array]], Mapping[str, NDArray[Any]]],
+) -> Any:
+    """Return the predictions for N events as `frame_like` does, with the name of the predicted class where it has one.
+
+    Args:
+        schema: of the events.
+        reader: that of `without_label`.
+        data: as `arrays_of` takes it; a label is not read.
+        run: returns the task's predictions, `[B, ...]` each, for the columns of at most 1,024 events.
+
+    Raises:
+        SettingsError: an event cannot be used.
+    """
+    arrays = arrays_of(data)
+    arrays.pop(schema.path(schema.label.name)[0], None)
+    columns = reader.read(arrays)
+    found: dict[str, list[NDArray[Any]]] = {}
+    for begin in range(0, len(columns["label"]), _PREDICTED):
+        part = {name: column[begin : begin + _PREDICTED] for name, column in columns.items()}
+        for name, values in run(part).items():
+            found.setdefault(name, []).append(values)
+    predictions = {name: np.concatenate(parts) for name, parts in found.items()}
+    if (names := schema.label.names) and schema.label.one_of:
+        predictions["prediction"] = np.array(names)[predictions["prediction"]]
+    return frame_like(data, predictions)
+
+
+def without_label(schema: Schema) -> Schema:
+    """Return the schema of requests, which have the features alone."""
+    none = dict.fromkeys(("key", "time", "weight", "group"))
+    return Schema(schema.settings.model_copy(update=none))
 
 
 class EventReader:
@@ -111,6 +182,8 @@ class EventReader:
             and all(map(_is_number, schema.features))
             and all(len(schema.path(name)) == 1 for name in names)
         )
+        self._constants: dict[str, Array] = {}
+        """Columns of ones, of as many events as the last that were read at once; nobody changes them."""
         self._whole = {schema.path(each.name) for each in schema.features if each.dtype.kind in "iu"}
         if schema.label.classes is not None:
             self._whole.add(schema.path(schema.label.name))
@@ -148,15 +221,14 @@ class EventReader:
                 return None
             columns[f"feature.{feature.name}"] = column
         rows = len(next(iter(columns.values())))
+        if len(self._constants.get("weight", ())) != rows:
+            self._constants = {"labelled": np.ones(rows, np.bool_), "weight": np.ones(rows, np.float32)}
         given = arrays.get(self._schema.path(self._schema.label.name)[0])
         if given is None:
-            label: Array | None = np.full(rows, self._schema.label.missing, self._schema.label.dtype)
-        else:
-            label = _labels(self._schema.label, given)
-        if label is None:
-            return None
-        known = np.full(rows, given is not None)
-        return {**columns, "label": label, "labelled": known, "weight": np.ones(rows, np.float32)}
+            missing = np.full(rows, self._schema.label.missing, self._schema.label.dtype)
+            return {**columns, **self._constants, "label": missing, "labelled": np.zeros(rows, np.bool_)}
+        label = _labels(self._schema.label, given)
+        return None if label is None else {**columns, "label": label, **self._constants}
 
     def _decoded(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
         rows = rows_of(arrays)
@@ -214,9 +286,11 @@ def _labels(label: Label, array: NDArray[Any]) -> Array | None:
             column = np.ascontiguousarray(array, label.dtype) if array.dtype.kind in "iuf" else None
         is_allowed = column is not None and _all_finite(column) and label.min is None and label.max is None
         return column if is_allowed else None
-    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= label.classes:
+    if array.dtype.kind not in "iu":
         return None
-    return np.ascontiguousarray(array, np.int64)
+    column = np.ascontiguousarray(array, np.int64)
+    # What is below 0 is large without its sign.
+    return column if column.view(np.uint64).max() < label.classes else None
 
 
 def _is_of(column: Array, arrays: Mapping[str, NDArray[Any]]) -> bool:

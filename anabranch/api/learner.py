@@ -5,23 +5,24 @@ Legend: N events of a call.
 
 import contextlib
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from anabranch.api.data import EventReader, arrays_of
+from anabranch.api.data import EventReader, predicted, without_label
 from anabranch.api.replay_buffer import ReplayBuffer
 from anabranch.api.saved import SavedState
-from anabranch.api.sections import checked
+from anabranch.api.sections import check_type, checked
 from anabranch.commands.backtest.batches import Numbering, batch_of
 from anabranch.commands.backtest.training import BacktestTraining
 from anabranch.core.errors import SettingsError
+from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import CheckpointError
 from anabranch.learner.loop.stored_events import check_columns
@@ -33,8 +34,6 @@ from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.train.build import build_training_setup
 
 _CAPACITY = 10_000
-_PREDICTED = 1024
-"""Events of one pass of the model."""
 _IDENTIFIER = "anabranch:model"
 
 
@@ -79,13 +78,15 @@ class Learner:
         Raises:
             AnabranchError: an argument is wrong, or they do not fit each other.
         """
+        check_type(schema, Schema, "Learner: schema", "Schema.infer(data, label=...)")
         buffer = ReplayBuffer(_CAPACITY) if replay is None else replay
+        check_type(buffer, ReplayBuffer, "Learner: replay", "replay=ReplayBuffer(500)")
         buffer._check_unused()
         self._schema = schema
         self._spec = _settings(schema, strategy, optimizer, buffer, task or _task_of(schema), seed, settings or {})
         self._buffer = buffer
         self._device = choose_device(self._spec.learner.device)
-        self._reader, self._inputs = EventReader(schema), EventReader(_without_label(schema))
+        self._reader, self._inputs = EventReader(schema), EventReader(without_label(schema))
         self._numbering = Numbering()
         self._stack = contextlib.ExitStack()
         self._open: BacktestTraining | None = None
@@ -125,7 +126,7 @@ class Learner:
                     rows, loss = rows + taken.rows, loss + taken.loss_new
         return loss / rows if rows else math.nan
 
-    def predict(self, data: Any) -> dict[str, NDArray[Any]]:
+    def predict(self, data: Any) -> Any:
         """Return the predictions for events; the model is in evaluation mode.
 
         Args:
@@ -133,25 +134,20 @@ class Learner:
 
         Returns:
             `prediction` and `probabilities`, as serving answers: of classes the most likely one, `[N]`, by its name
-            where it has one, else int64, and float32 `[N, classes]`; of a regression float32 `[N]` alone.
+            where it has one, else int64, and float32 `[N, classes]`; of a regression float32 `[N]` alone. Of a dict, a
+            dict of arrays; of a frame one of its kind, with columns such as `probabilities.0`.
 
         Raises:
             AnabranchError: an event cannot be used.
         """
-        arrays = arrays_of(data)
-        arrays.pop(self._schema.path(self._schema.label.name)[0], None)
-        columns, trainer = self._inputs.read(arrays), self._training().trainer
-        found: dict[str, list[NDArray[Any]]] = {}
+        trainer = self._training().trainer
+
+        def run(part: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
+            output = forward(trainer.model, trainer.examples(part).features)
+            return {name: values.numpy(force=True) for name, values in trainer.task.predict(output).items()}
+
         with _own_generators(self._device), eval_mode(trainer.model), torch.no_grad():
-            for begin in range(0, len(columns["label"]), _PREDICTED):
-                part = {name: column[begin : begin + _PREDICTED] for name, column in columns.items()}
-                output = forward(trainer.model, trainer.examples(part).features)
-                for name, values in trainer.task.predict(output).items():
-                    found.setdefault(name, []).append(values.numpy(force=True))
-        predictions = {name: np.concatenate(parts) for name, parts in found.items()}
-        if (names := self._schema.label.names) and self._schema.label.one_of:
-            predictions["prediction"] = np.array(names)[predictions["prediction"]]
-        return predictions
+            return predicted(self._schema, self._inputs, data, run)
 
     def measures(self) -> dict[str, float]:
         """Return what is measured of the events so far.
@@ -246,8 +242,9 @@ class Learner:
                 self._begin.restore()
                 training = BacktestTraining(self._spec, self._setup, "events", self._stack, contents)
             self._open = training
+            weakref.finalize(training, self._stack.close)  # of a learner that nobody has closed
             if training.store is not None:
-                self._buffer._give_to(training.store, self._schema)
+                self._buffer._give_to(training, self._schema)
         return self._open
 
 
@@ -291,12 +288,6 @@ def _task_of(schema: Schema) -> str:
     if label.classes is None:
         return "regression"
     return "multilabel" if label.multi else "classification" if label.length is None else "token-classification"
-
-
-def _without_label(schema: Schema) -> Schema:
-    """Return the schema of requests, which have the features alone."""
-    none = dict.fromkeys(("key", "time", "weight", "group"))
-    return Schema(schema.settings.model_copy(update=none))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 Legend: N events added, n events of a sample.
 """
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,15 +20,15 @@ from typing_extensions import override
 from anabranch.api.data import EventReader, arrays_of
 from anabranch.api.saved import SavedState
 from anabranch.api.schema import Schema
-from anabranch.api.sections import checked
+from anabranch.api.sections import check_type, checked
 from anabranch.commands.backtest.batches import Numbering
+from anabranch.commands.backtest.training import BacktestTraining
 from anabranch.core.errors import SettingsError
 from anabranch.core.stream_secret import StreamSecret
 from anabranch.ingest.events import schema as events
 from anabranch.ingest.events.block import Array
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.learner.checkpoints.part_formats import STORE
-from anabranch.replay.background_store import BackgroundStore
 from anabranch.replay.build import build_store
 from anabranch.replay.row_layout import RowLayout
 from anabranch.replay.settings import DiskSettings, ReplaySettings
@@ -93,11 +94,15 @@ class ReplayBuffer:
         """The keys of `[replay]`."""
         self._seed = seed
         self._store: Store | None = None
-        self._of_learner: BackgroundStore | None = None
-        """The store of the learner that has this buffer."""
+        self._of_learner: BacktestTraining | None = None
+        """What trains in the learner that has this buffer, and closes its store once neither is used any more."""
+        self._close_store: Callable[[], object] = bool
+        """Closes the store once, also that of a buffer that nobody has closed."""
         self._is_closed = False
         self._step = 0
         self._numbering = Numbering()
+        if schema is not None:
+            check_type(schema, events.Schema, "ReplayBuffer: schema", "Schema.infer(data, label=...)")
         self._schema, self._reader = schema, None if schema is None else EventReader(schema)
         self._saved = None if path is None else SavedState(Path(path), "ReplayBuffer")
         self._path = None if path is None else Path(path)
@@ -240,9 +245,9 @@ class ReplayBuffer:
         self._step, self._numbering = found.step, Numbering(facts["next"])
         self._store = self._build(self._schema, contents=saved.contents(found))
 
-    def _give_to(self, store: BackgroundStore, schema: events.Schema) -> None:
+    def _give_to(self, training: BacktestTraining, schema: events.Schema) -> None:
         """Be the buffer of a learner: the events of its store, sampled as they are here."""
-        self._of_learner, self._schema, self._reader = store, schema, EventReader(schema)
+        self._of_learner, self._schema, self._reader = training, schema, EventReader(schema)
         self._step = _AFTER_ALL_STEPS  # other random numbers than those of steps
 
     def _check_unused(self) -> None:
@@ -262,7 +267,8 @@ class ReplayBuffer:
     def _opened(self) -> Store:
         self._check_open()
         if self._of_learner is not None:
-            return self._of_learner.flush()
+            assert self._of_learner.store is not None
+            return self._of_learner.store.flush()
         if self._store is None:
             assert self._schema is not None
             self._store = self._build(self._schema)
@@ -277,7 +283,9 @@ class ReplayBuffer:
             size = DiskSettings(bytes=ByteSize(PAGE + slots * DiskTier.bytes_of(row_bytes)))
             settings = settings.model_copy(update={"disk": size})
         folder = None if self._path is None else STORE.folder(self._folder)
-        return build_store(settings, schema, torch.device("cpu"), secret, folder, **others)
+        store = build_store(settings, schema, torch.device("cpu"), secret, folder, **others)
+        self._close_store = weakref.finalize(self, store.close)
+        return store
 
     @property
     def _folder(self) -> Path:
@@ -334,11 +342,9 @@ class ReplayBuffer:
         return columns
 
     def _release(self) -> None:
-        store, saved = self._store, self._saved
-        self._is_closed = True
+        saved, self._is_closed = self._saved, True
         self._store = self._saved = None
-        if store is not None:
-            store.close()
+        self._close_store()
         if saved is not None:
             saved.close()
 

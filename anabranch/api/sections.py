@@ -11,6 +11,12 @@ from anabranch.core.errors import SettingsError
 _Section = TypeVar("_Section", bound=BaseModel)
 
 
+def check_type(value: object, kind: type, what: str, way: str) -> None:
+    """Raise SettingsError, which names the way to make one, unless an argument is of a class of the API."""
+    if not isinstance(value, kind):
+        raise SettingsError(f"{what} is of type {type(value).__name__}, and has to be a {kind.__name__}: write {way}")
+
+
 def checked(kind: type[_Section], section: str, values: Mapping[str, Any] | BaseModel, origin: str) -> _Section:
     """Return the settings of a section, such as `schema`, or of all where it is empty; `origin`: what takes them.
 

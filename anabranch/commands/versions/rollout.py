@@ -216,10 +216,15 @@ def answer_of(connection: http.client.HTTPConnection) -> tuple[int, bytes]:
         OSError: the connection has failed.
     """
     reply = connection.getresponse()
+    return reply.status, body_of(reply)
+
+
+def body_of(reply: http.client.HTTPResponse) -> bytes:
+    """Return the body of an answer; raises as `answer_of`."""
     body = reply.read(MOST_BYTES + 1)
     if len(body) > MOST_BYTES:
         raise http.client.HTTPException(f"the answer is longer than {MOST_BYTES:,} bytes")
-    return reply.status, body
+    return body
 
 
 def refusal_error(status: int) -> type[AnabranchError]:

@@ -97,7 +97,11 @@ def show_version(config: Config, which: Which) -> Listed:
 
 def version_number(config: Config, which: Which) -> int:
     """Return the number of a version that is there; raises SettingsError when there is no such version."""
-    versions = stored_versions(config)
+    return number_in(stored_versions(config), which)
+
+
+def number_in(versions: Versions, which: Which) -> int:
+    """Return the number of a version in a directory; raises SettingsError when there is no such version."""
     state, numbers = versions.state(), versions.numbers()
     if which == "served" and state.serving is None:
         raise SettingsError(f"serving has taken no version of {versions.location} yet")

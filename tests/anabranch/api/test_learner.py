@@ -1,6 +1,8 @@
 """A learner in Python takes the steps of the daemon, and goes on from what it saved as if it had not stopped."""
 
+import gc
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -19,9 +21,11 @@ SCHEMA = anabranch.Schema(FIELDS)
 
 
 def learner_of(strategy="der++", capacity=100, **arguments):
-    replay = anabranch.ReplayBuffer(capacity, seed=0)
-    settings = {"learner": {"batch_size": 16, "device": "cpu"}}
-    return anabranch.Learner(model_of(), SCHEMA, strategy, replay=replay, **{"settings": settings, **arguments})
+    defaults = {
+        "replay": anabranch.ReplayBuffer(capacity),
+        "settings": {"learner": {"batch_size": 16, "device": "cpu"}},
+    }
+    return anabranch.Learner(model_of(), SCHEMA, strategy, **{**defaults, **arguments})
 
 
 def weights(learner):
@@ -187,6 +191,8 @@ BAD = [
     ({"model": nn.Linear(2, 3)}, "model.factory: the model fails"),
     ({"model": 3}, "returned int, not a torch.nn.Module"),
     ({"strategy": "ncm"}, "model.embedding"),
+    ({"replay": 500}, "Learner: replay is of type int, and has to be a ReplayBuffer: write replay=ReplayBuffer(500)"),
+    ({"schema": {}}, "Learner: schema is of type dict, and has to be a Schema: write Schema.infer(data, label=...)"),
 ]
 
 
@@ -202,6 +208,21 @@ def test_it_learns_where_gradients_are_off(mode):
     with learner_of() as learner, mode():
         assert learner.learn(batches(1)[0]) > 0
         assert learner.measures()["steps"] == 4
+
+
+def test_a_learner_that_nobody_has_closed_leaves_no_thread():
+    def threads():
+        gc.collect()
+        return {thread for thread in threading.enumerate() if thread.name == "store"}
+
+    before, replay = threads(), anabranch.ReplayBuffer(100)
+    learner = learner_of(replay=replay)
+    learner.learn(batches(1)[0])
+    assert len(threads() - before) == 1
+    del learner
+    assert len(replay.sample(8)["y"]) == 8, "its buffer can still be used"
+    del replay
+    assert threads() == before
 
 
 def test_what_the_model_raises_is_raised_as_it_is():

@@ -9,6 +9,11 @@ import anabranch
 
 NAMES = {
     "AnabranchError": {"": "an error"},
+    "Client": {
+        "": "(url, token='', *, model=None, schema=None, timeout=60.0, ca=None)",
+        "close": "()",
+        "predict": "(data)",
+    },
     "Learner": {
         "": "(model, schema, strategy='er', optimizer='adamw', replay=None, task=None, seed=0, settings=None)",
         "close": "()",
@@ -19,6 +24,7 @@ NAMES = {
         "predict": "(data)",
         "save": "(path)",
     },
+    "Model": {"": "(version, deployment)", "forward": "(*features, **named)", "predict": "(data)"},
     "ReplayBuffer": {
         "": "(capacity, schema=None, admission='reservoir', sampling='uniform', path=None, seed=0, settings=None)",
         "add": "(data)",
@@ -28,6 +34,7 @@ NAMES = {
         "save": "()",
     },
     "Schema": {"": "(settings)", "infer": "(data, label, *, key=None)"},
+    "load": {"": "(source, version='served', *, pipeline=None)"},
 }
 """By name of the API: the constructor or function, as the empty name, and methods that it does not inherit."""
 

@@ -68,7 +68,7 @@ class ExportedVersion:
     difference: float
 
 
-class _Program(nn.Module):
+class ServedProgram(nn.Module):
     """A served version: features in the order of the schema in, its answers out."""
 
     def __init__(self, module: nn.Module, task: Task, names: Sequence[str], answers: Answers | None) -> None:
@@ -76,11 +76,11 @@ class _Program(nn.Module):
         self.module = module
         self.answers = answers
         self._task = task
-        self._names = tuple(names)
+        self.names = tuple(names)
 
     def forward(self, *features: Tensor) -> dict[str, Tensor]:
         """Return the answers for `[B, *shape]` each, by name."""
-        output = forward(self.module, dict(zip(self._names, features, strict=True)))
+        output = forward(self.module, dict(zip(self.names, features, strict=True)))
         predictions = self._task.predict(output)
         return dict(predictions) if self.answers is None else self.answers.answer(predictions)
 
@@ -118,7 +118,7 @@ def export_program(config: Config, which: Which, folder: Path, form: ProgramForm
     )
     version = load_version(deployment, manifest, max(_CHECKED))
     names = [feature.name for feature in schema.features]
-    program = _Program(version.module, deployment.task, names, version.answers)
+    program = ServedProgram(version.module, deployment.task, names, version.answers)
     generator = np.random.default_rng(0)
     batches = [_rows(schema, rows, generator) for rows in _CHECKED]
     with new_folder(folder) as temporary:
@@ -152,7 +152,7 @@ def _require_onnx() -> None:
         )
 
 
-def _traced(program: _Program, features: Sequence[Tensor], number: int) -> "ExportedProgram":
+def _traced(program: ServedProgram, features: Sequence[Tensor], number: int) -> "ExportedProgram":
     """Trace a program for any number of rows."""
     rows = torch.export.Dim("rows", min=1)
     try:
