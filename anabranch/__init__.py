@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from anabranch.api.learner import Learner as Learner
     from anabranch.api.model import Model as Model
     from anabranch.api.model import load as load
+    from anabranch.api.pipeline import Pipeline as Pipeline
     from anabranch.api.replay_buffer import ReplayBuffer as ReplayBuffer
     from anabranch.api.schema import Schema as Schema
     from anabranch.core.errors import AnabranchError as AnabranchError
@@ -25,11 +26,12 @@ _MODULES = {
     "Client": "api.client",
     "Learner": "api.learner",
     "Model": "api.model",
+    "Pipeline": "api.pipeline",
     "ReplayBuffer": "api.replay_buffer",
     "Schema": "api.schema",
     "load": "api.model",
 }
-__all__ = ["AnabranchError", "Client", "Learner", "Model", "ReplayBuffer", "Schema", "load"]
+__all__ = ["AnabranchError", "Client", "Learner", "Model", "Pipeline", "ReplayBuffer", "Schema", "load"]
 
 
 def __getattr__(name: str) -> Any:

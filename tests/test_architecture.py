@@ -299,7 +299,7 @@ LIGHT = {
     ],
     "torch kafka confluent_kafka sklearn starlette uvicorn numpy": ["anabranch.cli"],
     "torch numpy pydantic pyarrow": ["anabranch"],
-    "torch pynvml": ["anabranch.commands.doctor.command"],
+    "torch pynvml": ["anabranch.commands.doctor.command", "anabranch.api.client", "anabranch.api.pipeline"],
     "torch pydantic": ["anabranch.replay.embedding_index.process"],
     "torch confluent_kafka pyarrow requests fastavro opentelemetry": ["anabranch.ingest.__main__"],
     "kafka confluent_kafka redis faiss grpc google opentelemetry": ["anabranch.serving.server"],

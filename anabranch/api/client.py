@@ -257,13 +257,13 @@ class Client:
         raise DependencyError(f"{self._url} does not answer as a server of Anabranch: {exc}") from exc
 
 
-def _column(wanted: _Input, array: NDArray[Any], counts: Mapping[str, int]) -> tuple[Array, NDArray[np.bool_]]:
+def _column(target: _Input, array: NDArray[Any], counts: Mapping[str, int]) -> tuple[Array, NDArray[np.bool_]]:
     """Return a column as its input has it, `[N, *shape]`, and which of the N values are missing.
 
     Raises:
         SettingsError: it has values that the input cannot have.
     """
-    count, shape = counts.get(wanted.name, 1), tuple(wanted.shape[1:])
+    count, shape = counts.get(target.name, 1), tuple(target.shape[1:])
     missing = np.zeros(len(array), np.bool_)
     if array.dtype.kind in "fM" and array.ndim == 1:
         missing = np.isnat(array) if array.dtype.kind == "M" else np.isnan(array)
@@ -277,10 +277,10 @@ def _column(wanted: _Input, array: NDArray[Any], counts: Mapping[str, int]) -> t
             cells = [cell.timestamp() * count if isinstance(cell, datetime) else cell for cell in cells]
         values = array if cells is array else [cell for cell, gone in zip(cells, missing, strict=True) if not gone]
     try:
-        found = _typed(values, None if wanted.datatype == BYTES else _DTYPES[wanted.datatype], shape)
+        found = _typed(values, None if target.datatype == BYTES else _DTYPES[target.datatype], shape)
     except (ValueError, TypeError, OverflowError) as exc:
-        what = f"{wanted.datatype} {list(shape)}" if shape else wanted.datatype
-        raise SettingsError(f"the column {wanted.name} cannot be {what}, which the model takes: {exc}") from exc
+        what = f"{target.datatype} {list(shape)}" if shape else target.datatype
+        raise SettingsError(f"the column {target.name} cannot be {what}, which the model takes: {exc}") from exc
     column = np.zeros((len(array), *shape), found.dtype)
     column[~missing] = found
     return column, missing

@@ -106,8 +106,8 @@ def load(source: str | Path, version: int | str = "served", *, pipeline: str | P
     Args:
         source: a state directory, such as `var`, or the URL of an object store, as `storage.url` has it.
         version: its number, `newest`, or `served`: of an object store the one that a new server would serve.
-        pipeline: the settings, which say how the model is built. By default `pipeline.toml` beside the state directory,
-            or for an object store in the current folder.
+        pipeline: the settings, which say how the model is built. By default the `pipeline.toml` in the folder above a
+            state directory, or for an object store in the current folder.
 
     Returns:
         The version as a module on the CPU, in evaluation mode.

@@ -117,8 +117,9 @@ class Supervisor:
         return {child.part.name: max(0, child.starts - 1) for child in self._children}
 
     def pids(self) -> dict[str, int]:
-        """Return the pid of each part that runs."""
-        return {child.part.name: child.process.pid for child in self._children if child.process is not None}
+        """Return the pid of each part that runs. Any thread may ask."""
+        found = [(child.part.name, child.process) for child in self._children]
+        return {name: process.pid for name, process in found if process is not None}
 
     def run(self, stop: threading.Event) -> Exit:
         """Keep the parts alive until `stop` is set (DONE) or one of them ends everything; all are stopped then."""

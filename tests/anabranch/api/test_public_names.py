@@ -25,6 +25,18 @@ NAMES = {
         "save": "(path)",
     },
     "Model": {"": "(version, deployment)", "forward": "(*features, **named)", "predict": "(data)"},
+    "Pipeline": {
+        "": "(config)",
+        "client": "(timeout=60.0)",
+        "from_toml": "(path='pipeline.toml', assignments=())",
+        "load": "(version='served')",
+        "run": "()",
+        "schema": "property",
+        "settings": "property",
+        "start": "()",
+        "status": "()",
+        "stop": "()",
+    },
     "ReplayBuffer": {
         "": "(capacity, schema=None, admission='reservoir', sampling='uniform', path=None, seed=0, settings=None)",
         "add": "(data)",
