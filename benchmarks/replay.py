@@ -8,6 +8,8 @@
     add      256 new events added with all tiers on, over a stream of four times the capacity
     memory   bytes per event without its payload
     index    neighbours from a FAISS index, off the path of the step
+    api      256 events added and as many sampled by `anabranch.ReplayBuffer`, which checks values, over the same by the
+             store alone
 
 A sample is the choice of 256 different events and a copy of their rows. Its time includes the choice of a later sample,
 which a step pays too. Each line has the target and whether it is met. Figures are medians over rounds, in brackets
@@ -16,6 +18,7 @@ the smallest and the largest of one round.
 
 import argparse
 import importlib.util
+import itertools
 import os
 import statistics
 import tempfile
@@ -24,14 +27,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import anabranch
 from anabranch.replay.background_store import BackgroundStore
 from anabranch.replay.store import Store
-from anabranch.testing.stores import plan_ahead, sample_of
+from anabranch.testing.stores import add_now, plan_ahead, sample_of
 from benchmarks.harness import peers
 from benchmarks.harness.events import PARTITIONS, Events
 from benchmarks.harness.index_steps import measure
@@ -154,6 +159,7 @@ TARGETS = {
     "index_bytes_per_event": Target(64),
     "similar_recall_at_10": Target(0.9, least=True),
     "similar_stall_fraction": Target(0.02),
+    "api_over_store": Target(1.1),
 }
 
 
@@ -408,7 +414,47 @@ def index(results: Results, sizes: Sizes, _folder: Path) -> None:
         results.add(key if key.startswith(("similar", "faiss", "index")) else f"index_{key}", value)
 
 
-PARTS = {"hot": hot, "cold": cold, "growth": growth, "add": add, "memory": memory, "index": index}
+def api(results: Results, sizes: Sizes, _folder: Path) -> None:
+    """Measure what the Python API adds to a store whose events are all in memory."""
+    events, rows = Events(LARGE), sizes.hot[0][0]
+    results.title(f"api: {BATCH} of {rows:,} events of {events.row_bytes:,} bytes, all in memory; add, then sample")
+    numbers = itertools.count(rows, BATCH)
+    times: dict[str, list[float]] = {name: [] for name in ("add api", "sample api", "add store", "sample store")}
+
+    def data(begin: int) -> dict[str, NDArray[Any]]:
+        each = np.arange(begin, begin + BATCH)
+        return {"x": events.x(each), "y": events.labels(each)}
+
+    def turn(name: str, make: Callable[[int], Any], add: Callable[[Any], Any], sample: Callable[[int], Any]) -> float:
+        found = []
+        for number in itertools.islice(numbers, 20):
+            new = make(number)
+            found.append((seconds(partial(add, new)), seconds(partial(sample, number))))
+        for act, taken in zip(("add", "sample"), map(statistics.median, zip(*found, strict=True)), strict=True):
+            times[f"{act} {name}"].append(taken)
+        return times[f"add {name}"][-1] + times[f"sample {name}"][-1]
+
+    with open_store(events, rows) as store, anabranch.ReplayBuffer(rows, events.schema) as buffer:
+        fill(store, events, rows)
+        for begin in range(0, rows, BATCH):
+            buffer.add(data(begin))
+        columns = partial(events.columns, count=BATCH)
+        arms = {
+            "api": lambda: turn("api", data, buffer.add, lambda _: buffer.sample(BATCH)),
+            "store": lambda: turn(
+                "store",
+                columns,
+                lambda new: add_now(store, new, PARTITIONS),
+                lambda step: sample_of(store, step, BATCH),
+            ),
+        }
+        both = interleave(arms, sizes.rounds, warm_up=0)
+    results.add("api_over_store", ratio(both["api"], both["store"]))
+    for act in ("add", "sample"):
+        results.add(f"api_{act}_over_store", ratio(times[f"{act} api"], times[f"{act} store"]))
+
+
+PARTS = {"hot": hot, "cold": cold, "growth": growth, "add": add, "memory": memory, "index": index, "api": api}
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ PARTS = {
     "late_labels": ["rate", "memory", "freshness", "early"],
     "learner": ["mlp", "large", "convnet", "formats", "tracing", "ranks", "narrow", "lock", "overhead", "measures"],
     "mirror": ["s3", "folder"],
-    "replay": ["hot", "cold", "growth", "add", "memory", "index"],
+    "replay": ["hot", "cold", "growth", "add", "memory", "index", "api"],
     "replay_disk": ["large", "disk", "cold"],
     "search": ["streams", "cost"],
     "serving": [
