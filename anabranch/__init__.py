@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anabranch.api.backtest import backtest as backtest
     from anabranch.api.client import Client as Client
     from anabranch.api.learner import Learner as Learner
     from anabranch.api.model import Model as Model
@@ -29,9 +30,10 @@ _MODULES = {
     "Pipeline": "api.pipeline",
     "ReplayBuffer": "api.replay_buffer",
     "Schema": "api.schema",
+    "backtest": "api.backtest",
     "load": "api.model",
 }
-__all__ = ["AnabranchError", "Client", "Learner", "Model", "Pipeline", "ReplayBuffer", "Schema", "load"]
+__all__ = ["AnabranchError", "Client", "Learner", "Model", "Pipeline", "ReplayBuffer", "Schema", "backtest", "load"]
 
 
 def __getattr__(name: str) -> Any:

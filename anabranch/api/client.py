@@ -47,7 +47,7 @@ class _Input(msgspec.Struct):
     shape: list[int]
 
 
-class _Metadata(msgspec.Struct):
+class _ModelInputs(msgspec.Struct):
     """What is read of the answer to `GET /v2/models/NAME`."""
 
     inputs: list[_Input]
@@ -169,7 +169,7 @@ class Client:
         if self._model is None:
             self._model = self._decoded(self._ask("GET", "/api/status")[0], _Status).name
         if self._inputs is None:
-            self._inputs = self._decoded(self._ask("GET", self._path())[0], _Metadata).inputs
+            self._inputs = self._decoded(self._ask("GET", self._path())[0], _ModelInputs).inputs
             if unknown := [each.datatype for each in self._inputs if each.datatype not in {BYTES, *_DTYPES}]:
                 raise DependencyError(f"{self._url} has inputs of {unknown[0]}, which this release does not know")
         return self._inputs

@@ -230,7 +230,8 @@ class EventReader:
         label = _labels(self._schema.label, given)
         return None if label is None else {**columns, "label": label, **self._constants}
 
-    def _decoded(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
+    def rows(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
+        """Return the events as messages of JSON have them, values by name."""
         rows = rows_of(arrays)
         for name in (path[0] for path in self._whole if len(path) == 1 and path[0] in arrays):
             if (
@@ -238,6 +239,10 @@ class EventReader:
             ):  # as pandas has whole numbers where some are missing
                 for row in rows:
                     row[name] = int(value) if (value := row[name]).is_integer() else value
+        return rows
+
+    def _decoded(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
+        rows = self.rows(arrays)
         try:
             values = [msgspec.json.encode(row) for row in rows]
         except TypeError as exc:

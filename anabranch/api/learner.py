@@ -78,12 +78,10 @@ class Learner:
         Raises:
             AnabranchError: an argument is wrong, or they do not fit each other.
         """
-        check_type(schema, Schema, "Learner: schema", "Schema.infer(data, label=...)")
         buffer = ReplayBuffer(_CAPACITY) if replay is None else replay
-        check_type(buffer, ReplayBuffer, "Learner: replay", "replay=ReplayBuffer(500)")
-        buffer._check_unused()
         self._schema = schema
-        self._spec = _settings(schema, strategy, optimizer, buffer, task or _task_of(schema), seed, settings or {})
+        self._spec = settings_of(schema, strategy, optimizer, buffer, task, seed, settings or {})
+        buffer._check_unused()
         self._buffer = buffer
         self._device = choose_device(self._spec.learner.device)
         self._reader, self._inputs = EventReader(schema), EventReader(without_label(schema))
@@ -91,7 +89,7 @@ class Learner:
         self._stack = contextlib.ExitStack()
         self._open: BacktestTraining | None = None
         self._is_closed = False
-        with _own_generators(self._device):
+        with own_generators(self._device):
             self._setup = build_training_setup(self._spec, self._device, built=model)
             self._begin = GeneratorStates(self._device)
 
@@ -116,7 +114,7 @@ class Learner:
         columns = self._numbering.add(self._reader.read(data, labelled=True))
         training, size = self._training(), self._spec.learner.batch_size
         rows, loss = 0, 0.0
-        with _own_generators(self._device), torch.inference_mode(mode=False), torch.enable_grad():
+        with own_generators(self._device), torch.inference_mode(mode=False), torch.enable_grad():
             for begin in range(0, len(columns["label"]), size):
                 part = {name: column[begin : begin + size] for name, column in columns.items()}
                 taken = training.take(batch_of(part))
@@ -146,7 +144,7 @@ class Learner:
             output = forward(trainer.model, trainer.examples(part).features)
             return {name: values.numpy(force=True) for name, values in trainer.task.predict(output).items()}
 
-        with _own_generators(self._device), eval_mode(trainer.model), torch.no_grad():
+        with own_generators(self._device), eval_mode(trainer.model), torch.no_grad():
             return predicted(self._schema, self._inputs, data, run)
 
     def measures(self) -> dict[str, float]:
@@ -179,7 +177,7 @@ class Learner:
         training = self._training()
         with contextlib.closing(SavedState(Path(path), "Learner")) as saved:
             saved.newest()
-            with _own_generators(self._device):
+            with own_generators(self._device):
                 tensors, state = training.capture()
             store = None if training.store is None else training.store.flush()
             known = {"schema": self._schema.digest, "next": self._numbering.next}
@@ -209,7 +207,7 @@ class Learner:
             contents = saved.contents(found)
             if contents is not None:
                 check_columns(saved.number, found, self._setup.kept_outputs, self._spec.learner.strategy.name)
-            with _own_generators(self._device):
+            with own_generators(self._device):
                 training = self._training(contents)
                 try:
                     training.restore(found.step, found.tensors, found.state)
@@ -238,7 +236,7 @@ class Learner:
         if self._is_closed:
             raise SettingsError("the learner is closed: make a new one, and load what was saved")
         if self._open is None:
-            with _own_generators(self._device):
+            with own_generators(self._device):
                 self._begin.restore()
                 training = BacktestTraining(self._spec, self._setup, "events", self._stack, contents)
             self._open = training
@@ -248,16 +246,19 @@ class Learner:
         return self._open
 
 
-def _settings(
+def settings_of(
     schema: Schema,
     strategy: str | Mapping[str, Any],
     optimizer: str | Mapping[str, Any],
-    buffer: ReplayBuffer,
-    task: str,
+    replay: ReplayBuffer | None,
+    task: str | None,
     seed: int,
     others: Mapping[str, Any],
 ) -> PipelineSettings:
-    """Return the settings of a pipeline that has no stream and publishes nothing."""
+    """Return the settings of a pipeline that has no stream and publishes nothing, by the arguments of `Learner`."""
+    check_type(schema, Schema, "Learner: schema", "Schema.infer(data, label=...)")
+    buffer = ReplayBuffer(_CAPACITY) if replay is None else replay
+    check_type(buffer, ReplayBuffer, "Learner: replay", "replay=ReplayBuffer(500)")
     for section, way in (("schema", "Learner(schema=...)"), ("replay", "Learner(replay=ReplayBuffer(...))")):
         if section in others:
             raise SettingsError(f"Learner: settings have [{section}], which is an argument: write {way}")
@@ -269,7 +270,7 @@ def _settings(
         "seed": seed,
         **others,
         "schema": schema.settings,
-        "model": {"factory": _IDENTIFIER, "task": task, **others.get("model", {})},
+        "model": {"factory": _IDENTIFIER, "task": task or _task_of(schema), **others.get("model", {})},
         "learner": learner,
         "replay": buffer.settings,
     }
@@ -291,7 +292,7 @@ def _task_of(schema: Schema) -> str:
 
 
 @contextlib.contextmanager
-def _own_generators(device: torch.device) -> Iterator[None]:
+def own_generators(device: torch.device) -> Iterator[None]:
     """Restore the random generators of torch, numpy and Python after the block."""
     before = GeneratorStates(device)
     try:

@@ -78,6 +78,12 @@ class Pipeline:
         is_elsewhere = storage is not None and storage.mode == "only"
         return load_from(self._config, self._config.state_dir, storage if is_elsewhere else None, version)
 
+    def backtest(self, data: Any, *, every: int | None = None, label_time: str | None = None) -> Any:
+        """Run a pipeline of these settings on events in their order, without Kafka, as `anabranch.backtest` does."""
+        from anabranch.api.backtest import backtest_of
+
+        return backtest_of(self.settings, data, every, label_time)
+
     def client(self, timeout: float = 60.0) -> Client:
         """Return a client of the server that runs with these settings, with its token; the caller closes it.
 

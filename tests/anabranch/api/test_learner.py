@@ -222,7 +222,7 @@ def test_a_learner_that_nobody_has_closed_leaves_no_thread():
     del learner
     assert len(replay.sample(8)["y"]) == 8, "its buffer can still be used"
     del replay
-    assert threads() == before
+    assert threads() <= before
 
 
 def test_what_the_model_raises_is_raised_as_it_is():

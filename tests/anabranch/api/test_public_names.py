@@ -27,6 +27,7 @@ NAMES = {
     "Model": {"": "(version, deployment)", "forward": "(*features, **named)", "predict": "(data)"},
     "Pipeline": {
         "": "(config)",
+        "backtest": "(data, *, every=None, label_time=None)",
         "client": "(timeout=60.0)",
         "from_toml": "(path='pipeline.toml', assignments=())",
         "load": "(version='served')",
@@ -46,6 +47,10 @@ NAMES = {
         "save": "()",
     },
     "Schema": {"": "(settings)", "infer": "(data, label, *, key=None)"},
+    "backtest": {
+        "": "(data, model, schema, strategy='er', optimizer='adamw', replay=None, task=None, seed=0, settings=None, *, "
+        "every=None, label_time=None)"
+    },
     "load": {"": "(source, version='served', *, pipeline=None)"},
 }
 """By name of the API: the constructor or function, as the empty name, and methods that it does not inherit."""
