@@ -5,7 +5,7 @@ import msgspec
 DEBEZIUM = frozenset({"before", "after", "op"})
 """Fields of an envelope of Debezium."""
 _CONNECT = {"schema", "payload"}
-_CLOUD_EVENT = {"specversion", "id", "source", "type"}
+CLOUD_EVENT = {"specversion", "id", "source", "type"}
 _PLAIN = "let the producer send events as they are, and leave compression to Kafka (compression.type)"
 _MAGIC = {
     b"\x1f\x8b": f"it is compressed with gzip: {_PLAIN}",
@@ -37,7 +37,7 @@ def other_format(value: bytes) -> str | None:
         if is_debezium(document["payload"]):
             return 'it is an envelope of Debezium, within one of Kafka Connect: set stream.envelope = "debezium"'
         return 'it is an envelope of Kafka Connect, with the event in "payload": set stream.envelope = "connect"'
-    if isinstance(document, dict) and document.keys() >= _CLOUD_EVENT:
+    if isinstance(document, dict) and document.keys() >= CLOUD_EVENT:
         return 'it is an event of CloudEvents: set stream.envelope = "cloudevents"'
     return None
 

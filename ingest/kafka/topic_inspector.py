@@ -42,8 +42,10 @@ class Topic:
 class Inspector:
     """Describes topics. Used by one thread, as a context manager."""
 
-    def __init__(self, settings: StreamSettings) -> None:
+    def __init__(self, settings: StreamSettings, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        """Take how long to wait for more records of a topic."""
         self._settings = settings
+        self._patience_seconds = patience_seconds
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Inspector":
@@ -138,10 +140,10 @@ class Inspector:
         for tp, offset in starts.items():
             self._consumer.seek(tp, offset)
         found: dict[Any, list[Any]] = {}
-        waiting, deadline = set(starts), time.monotonic() + _PATIENCE_SECONDS
+        waiting, deadline = set(starts), time.monotonic() + self._patience_seconds
         while waiting and time.monotonic() < deadline:
             for tp, records in self._consumer.poll(_POLL_MS).items():
-                found[tp], deadline = found.get(tp, []) + records, time.monotonic() + _PATIENCE_SECONDS
+                found[tp], deadline = found.get(tp, []) + records, time.monotonic() + self._patience_seconds
                 if records[-1].offset + 1 >= ends[tp]:
                     waiting.discard(tp)
                     self._consumer.pause(tp)  # records that are written meanwhile must not prolong the search

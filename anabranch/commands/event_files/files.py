@@ -49,6 +49,12 @@ Delimiter = Annotated[
 ]
 
 
+def is_named_as_file(path: Path) -> bool:
+    """Return whether a name ends as that of a file of events."""
+    stem = path.with_suffix("") if path.suffix == ".gz" else path
+    return stem.suffix.lower() in {*_SUFFIXES, ".json", ".jsonl", ".ndjson", ".txt"}
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """One event, as the bytes of its JSON or as its fields; or why the record is no event.

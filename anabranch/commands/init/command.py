@@ -2,19 +2,29 @@
 
 import importlib.resources
 import os
+import re
 import shlex
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from anabranch.command import command, say
-from anabranch.commands.event_files.files import Delimiter, FileFormat, SourceFormat
-from anabranch.commands.init.files import write_files
+from anabranch.command import command, output, say
+from anabranch.commands.event_files.files import Delimiter, FileFormat, is_named_as_file
+from anabranch.commands.init.files import refuse_existing, write_files
+from anabranch.commands.init.sample import Sample, sample_of_file, sampled_pipeline
+from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.core.extras import needs
 
+if TYPE_CHECKING:
+    from anabranch.commands.init.topic import Message
+
+_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 FILES = ("pipeline.toml", "my_model.py", "events.jsonl")
 
 
@@ -41,9 +51,17 @@ def init(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="FILE", help="JSON lines, CSV or Parquet with events, whose first 10,000 say the fields."
+            "--from",
+            metavar="FILE|TOPIC",
+            help="JSON lines, CSV or Parquet with events, or a topic: the first or newest 10,000 say the fields.",
         ),
     ] = None,
+    broker: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Kafka broker of a topic that --from names.")
+    ] = "localhost:9092",
+    no_backtest: Annotated[
+        bool, typer.Option("--no-backtest", help="With --from: do not train on the events that were read.")
+    ] = False,
     label: Annotated[
         str | None,
         typer.Option(metavar="FIELD", help="The field to predict; with --from on a terminal, asked for without."),
@@ -59,7 +77,10 @@ def init(
     format_: FileFormat = None,
     delimiter: Delimiter = None,
 ) -> None:
-    """Write an example pipeline, or one for a file of events, a subject of a Schema Registry or a history."""
+    """Write an example pipeline, or one for a file or a topic of events, a subject of a Schema Registry or a history.
+
+    With --from, it also trains on the events that were read, and prints how well it predicts each before.
+    """
     given = [name for name, value in (("from", source), ("subject", subject), ("history", history)) if value]
     if len(given) > 1:
         raise SettingsError(f"--{given[0]} and --{given[1]} exclude each other: each says where the fields come from")
@@ -73,8 +94,20 @@ def init(
         return
     remarks: list[str] = []
     if source is not None:
-        paths, remarks = write_sampled(folder, source, label, key, kind=format_, delimiter=delimiter, force=force)
-        commands = next_commands(folder, _NEXT_OF_FILE.format(shlex.quote(str(source.absolute()))))
+        refuse_existing([folder / name for name in ("pipeline.toml", "my_model.py")], force=force)
+        commands = next_commands(folder, NEXT_OF_HISTORY)
+        messages = None
+        if source.exists() or not _TOPIC.fullmatch(str(source)) or is_named_as_file(source):
+            sample = sample_of_file(source, format_, delimiter)
+            commands = next_commands(folder, _NEXT_OF_FILE.format(shlex.quote(str(source.absolute()))))
+        else:
+            from anabranch.commands.init.topic import TopicSource, sample_of_topic
+
+            sample, messages = sample_of_topic(TopicSource(str(source), broker, registry), os.environ)
+        paths, remarks = write_sampled(folder, sample, label, key, force=force)
+        say(*remarks)
+        first_results(paths[0], sample, messages, backtest=not no_backtest)
+        remarks = []
     elif history is None and label is None:
         paths, commands = write_example(folder, force=force), next_commands(folder)
     else:
@@ -112,30 +145,39 @@ def write_history(
 
 
 def write_sampled(
-    folder: Path,
-    source: Path,
-    label: str | None,
-    key: str | None = None,
-    *,
-    kind: SourceFormat | None = None,
-    delimiter: str | None = None,
-    force: bool = False,
+    folder: Path, sample: Sample, label: str | None, key: str | None = None, *, force: bool = False
 ) -> tuple[list[Path], list[str]]:
-    """Write a pipeline for the events of a file into `folder`; return its paths, and remarks on fields.
+    """Write a pipeline for events into `folder`; return its paths, and remarks on fields.
 
     Without a label, a terminal is asked for it.
 
     Raises:
-        SettingsError: as `write_example`; or the file cannot be read, or an option names no field of it.
+        SettingsError: as `write_example`; or an option names no field of the events.
     """
-    from anabranch.commands.init.sample import labels_of, sampled_pipeline
-
     if label is None and sys.stdin.isatty():
-        fields = labels_of(source, kind, delimiter)
-        typer.echo(f"The fields are {', '.join(fields)}.", err=True)
+        typer.echo(f"The fields are {', '.join(sample.fields)}.", err=True)
         label = typer.prompt("Which one is to be predicted", err=True)
-    contents, remarks = sampled_pipeline(folder, source, label, key, kind=kind, delimiter=delimiter)
+    contents, remarks = sampled_pipeline(folder, sample, label, key)
     return write_files(folder, contents, force=force), remarks
+
+
+def first_results(config: Path, sample: Sample, messages: "Sequence[Message] | None", *, backtest: bool) -> None:
+    """Print how many messages the new pipeline can use, if they are from a topic, and its backtest."""
+    loaded = load_config(config)
+    if messages is not None:
+        from anabranch.commands.init.topic import usable
+
+        say(usable(loaded.pipeline.stream, loaded.pipeline.events, messages))
+    if not backtest:
+        return
+    from anabranch.commands.backtest.measure import render_backtest, run_backtest
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        path.write_bytes(b"\n".join(map(msgspec.json.encode, sample.events())))
+        typer.echo(f"backtest on {sample.source}", err=True)
+        result = run_backtest(loaded, path)
+    output(None, lambda: render_backtest(result))
 
 
 _NEXT_OF_FILE = """\

@@ -18,7 +18,7 @@ from anabranch.commands.event_files.files import SourceFormat, sample_of
 from anabranch.commands.init.files import Classes, PipelineField, SectionField, pipeline_files
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.formats.base import seconds_of
-from anabranch.ingest.formats.other_formats import is_debezium
+from anabranch.ingest.formats.other_formats import CLOUD_EVENT, is_debezium
 
 ROWS = 10_000
 """Rows that are read."""
@@ -101,27 +101,58 @@ class _Column:
         return len(self.present) >= _FEWEST_ROWS and self.distinct == len(self.present)
 
 
-def sampled_pipeline(
-    folder: Path,
-    file: Path,
-    label: str | None,
-    key: str | None = None,
-    *,
-    kind: SourceFormat | None = None,
-    delimiter: str | None = None,
-) -> tuple[dict[str, str], list[str]]:
-    """Return `pipeline.toml` and `my_model.py` for the events of a file, and remarks on fields that are left out.
+@dataclass(frozen=True)
+class Sample:
+    """Events that say what the fields are.
 
-    Raises:
-        SettingsError: the file cannot be read or has no rows, or an option names no field that it has.
+    Attributes:
+        rows: the events, values by the names of fields.
+        where: what has them, for errors.
+        source: what they are, for the first line of the settings.
+        stream: lines below `[stream]`.
     """
-    rows, envelope = _unwrapped(sample_of(file, kind, delimiter, ROWS))
+
+    rows: Sequence[Mapping[str, Any]]
+    where: str
+    source: str
+    stream: Sequence[str]
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of the events, of which one is the label."""
+        return [column.written for column in _columns(self.rows)]
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events as messages of JSON have them, for the settings that are written from them."""
+        found: list[dict[str, Any]] = [{} for _ in self.rows]
+        for column in _columns(self.rows):
+            for event, value in zip(found, column.values, strict=True):
+                inner = event
+                for name in column.path[:-1]:
+                    inner = inner.setdefault(name, {})
+                if value is not None:
+                    inner[column.path[-1]] = value.isoformat() if isinstance(value, datetime) else value
+        return found
+
+
+def sample_of_file(file: Path, kind: SourceFormat | None = None, delimiter: str | None = None) -> Sample:
+    """Return the first rows of a file; raises SettingsError where it cannot be read."""
+    rows, envelope = unwrapped(sample_of(file, kind, delimiter, ROWS))
     stream = ['topics = ["events"]                  # change it to your topic']
     if envelope:
         stream.append(f'envelope = "{envelope}"')
-    return described_rows(
-        rows, str(file), label, key, f"{len(rows):,} rows of {file.name}", folder.resolve().name, stream
-    )
+    return Sample(rows, str(file), f"{len(rows):,} rows of {file.name}", stream)
+
+
+def sampled_pipeline(
+    folder: Path, sample: Sample, label: str | None, key: str | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """Return `pipeline.toml` and `my_model.py` for events, and remarks on fields that are left out.
+
+    Raises:
+        SettingsError: there are none, or an option names no field that they have.
+    """
+    return described_rows(sample.rows, sample.where, label, key, sample.source, folder.resolve().name, sample.stream)
 
 
 def described_rows(
@@ -199,19 +230,16 @@ def described_rows(
     return files, [each.sentence for each in fields if not each.is_read]
 
 
-def labels_of(file: Path, kind: SourceFormat | None, delimiter: str | None) -> list[str]:
-    """Return the fields of a file, of which one is the label."""
-    return [column.written for column in _columns(_unwrapped(sample_of(file, kind, delimiter, ROWS))[0])]
-
-
-def _unwrapped(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """Return the events in rows, and the envelope of Kafka Connect in which they are; empty without one."""
+def unwrapped(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """Return the events in rows, and the envelope in which they are; empty without one."""
     found = list(rows)
     envelope = ""
     if found and all(row.keys() == {"schema", "payload"} for row in found):
         found, envelope = [row["payload"] for row in found], "connect"
     if found and all(is_debezium(row) for row in found):
         found, envelope = [row["after"] for row in found], "debezium"
+    if found and all(row.keys() >= CLOUD_EVENT and isinstance(row.get("data"), Mapping) for row in found):
+        found, envelope = [row["data"] for row in found], "cloudevents"
     return [row for row in found if isinstance(row, Mapping)], envelope
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -21,6 +22,9 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.extras import needs
 from anabranch.ingest.schema_registry.writer_schema import WriterSchema
 from anabranch.ingest.settings.registry import RegistrySettings
+
+if TYPE_CHECKING:
+    from anabranch.ingest.schema_registry.client import RegistryClient
 
 _PREFIX = "ANABRANCH__STREAM__REGISTRY__"
 
@@ -87,7 +91,17 @@ def _files(writer: WriterSchema, fields: Sequence[PipelineField], options: Subje
 
 
 def _newest(options: SubjectOptions, environment: Mapping[str, str]) -> WriterSchema:
-    with needs("init --subject", "requests", "registry"):
+    with closing(registry_client(options.url, environment)) as client:
+        return client.newest(options.subject)
+
+
+def registry_client(url: str, environment: Mapping[str, str]) -> "RegistryClient":
+    """Return the client of a registry, whose credentials are overrides of `[stream.registry]` in `environment`.
+
+    Raises:
+        SettingsError: the address or a credential is none, or requests is not installed.
+    """
+    with needs("a Schema Registry", "requests", "registry"):
         from anabranch.ingest.schema_registry.client import RegistryClient
     given = {
         name: environment[f"{_PREFIX}{name.upper()}"]
@@ -95,13 +109,12 @@ def _newest(options: SubjectOptions, environment: Mapping[str, str]) -> WriterSc
         if f"{_PREFIX}{name.upper()}" in environment
     }
     try:
-        settings = RegistrySettings.model_validate({"url": options.url, **given})
+        settings = RegistrySettings.model_validate({"url": url, **given})
     except ValidationError as exc:
         error = exc.errors()[0]
         key = ".".join(map(str, error["loc"]))
         raise SettingsError(f"--registry and {_PREFIX}*: {key} {error['msg'].removeprefix('Value error, ')}") from exc
-    with closing(RegistryClient(settings)) as client:
-        return client.newest(options.subject)
+    return RegistryClient(settings)
 
 
 def _classes(label: PipelineField, given: str | None) -> Classes:

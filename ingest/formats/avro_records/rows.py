@@ -8,8 +8,9 @@ import json
 import math
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from decimal import Decimal
 from io import SEEK_CUR, SEEK_SET, BytesIO
 from typing import Any
@@ -21,10 +22,10 @@ from typing_extensions import override
 
 from anabranch.ingest.events.schema import UNITS
 from anabranch.ingest.formats.avro_records.fields import AvroReading
-from anabranch.ingest.formats.avro_records.schema import TIMESTAMPS, written
+from anabranch.ingest.formats.avro_records.schema import TIMESTAMPS, AvroType, parse_avro, written
 from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject
 from anabranch.ingest.formats.event_structs import dict_decoder
-from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError
+from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
 
 END = 1 + secrets.randbits(52) / 2**52
 """The number after each record; random, so that a message cannot contain it."""
@@ -118,6 +119,45 @@ class AvroRowsDecoder:
             if isinstance(value, list) and not (value and isinstance(value[0], list)):
                 event[name] = _nested(value, shape)
         return event
+
+
+def reader_of(writer: WriterSchema) -> Callable[[bytes], dict[str, Any]]:
+    """Return what makes a document of a record, with all fields: times as such, and None for what no field can be.
+
+    Raises UnfitSchemaError where the schema cannot be read; what is returned raises many kinds for a damaged record.
+    """
+    record = parse_avro(writer)
+    try:
+        schema = fastavro.parse_schema(json.loads(written(record, record.fields, END_FIELD, for_columns=False)))
+    except (SchemaParseException, ValueError) as exc:
+        raise UnfitSchemaError(f"its Avro schema cannot be used: {exc}") from exc
+
+    def read(content: bytes) -> dict[str, Any]:
+        event: Any = fastavro.schemaless_reader(BytesIO(content + END_BYTES), schema, None)
+        if event[END_FIELD] != END:
+            raise ValueError(FOLLOWED)
+        return {name: _document(part, event[f"f{i}"]) for i, (name, part) in enumerate(_parts(record))}
+
+    return read
+
+
+def _parts(record: AvroType) -> Iterator[tuple[str, AvroType]]:
+    return zip(record.fields, record.parts, strict=True)
+
+
+def _document(kind: AvroType, value: Any) -> Any:
+    """Return a value as a message of JSON would have it."""
+    if kind.kind == "union":
+        (kind, *others) = kind.without_null() or (kind,)
+        if others:
+            return None if isinstance(value, dict | list | bytes) else value
+    if value is None or (kind.kind in ("map", "bytes", "fixed") and not isinstance(value, Decimal)):
+        return None
+    if kind.kind == "record":
+        return {name: _document(part, value[f"f{i}"]) for i, (name, part) in enumerate(_parts(kind))}
+    if kind.kind == "array":
+        return [_document(kind.parts[0], each) for each in value]
+    return datetime.fromtimestamp(value / TIMESTAMPS[kind.logical], UTC) if kind.logical in TIMESTAMPS else value
 
 
 def _value_at(record: Any, steps: Sequence[str]) -> Any:

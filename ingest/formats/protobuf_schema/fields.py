@@ -19,11 +19,11 @@ from anabranch.ingest.schema_registry.writer_schema import UnfitSchemaError
 _REPEATED, _OPTIONAL = FieldDescriptorProto.LABEL_REPEATED, FieldDescriptorProto.LABEL_OPTIONAL
 _INTEGERS = ("int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64", "sfixed32", "sfixed64")
 _NUMBERS = (*_INTEGERS, "float", "double")
-_WRAPPERS = {
+WRAPPERS = {
     f"google.protobuf.{name}Value"
     for name in ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
 }
-_TIMESTAMP = "google.protobuf.Timestamp"
+TIMESTAMP = "google.protobuf.Timestamp"
 _TYPE_NAMES = {number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()}
 
 
@@ -172,7 +172,7 @@ def declared_fields(schema: Schema) -> Iterator[DeclaredField]:
         types = {"b": ("bool",), "f": _NUMBERS}.get(feature.dtype.kind, whole)
         expected = "string" if feature.is_string else str(feature.dtype)
         if feature.is_time:
-            types, expected = (*types, _TIMESTAMP), "a google.protobuf.Timestamp or a number"
+            types, expected = (*types, TIMESTAMP), "a google.protobuf.Timestamp or a number"
         yield DeclaredField(
             feature.name,
             words if feature.is_string else types,
@@ -205,7 +205,7 @@ def declared_fields(schema: Schema) -> Iterator[DeclaredField]:
     )
     for name, types, expected in (
         (schema.key, (*words, *_INTEGERS), "a string or a whole number"),
-        (schema.time, (*_NUMBERS, _TIMESTAMP), "a google.protobuf.Timestamp or a number of seconds"),
+        (schema.time, (*_NUMBERS, TIMESTAMP), "a google.protobuf.Timestamp or a number of seconds"),
         (schema.weight, _NUMBERS, "a number"),
         (schema.group, (*words, *_INTEGERS), "a string or a whole number"),
         (schema.join, (*words, *_INTEGERS), "a string or a whole number"),
@@ -221,9 +221,9 @@ def _read_field(writer: Descriptor, found: Any, declared: DeclaredField, path: t
     if found.message_type is not None and not repeated and scalar == "message":
         scalar = found.message_type.full_name
         value = found.message_type.fields_by_name.get("value")
-        if scalar in _WRAPPERS and value is not None:
+        if scalar in WRAPPERS and value is not None:
             scalar, form = _TYPE_NAMES[value.type], "wrapper"
-        elif scalar == _TIMESTAMP:
+        elif scalar == TIMESTAMP:
             form = "timestamp"
     if scalar not in declared.types or repeated != declared.repeated:
         named = found.message_type or found.enum_type

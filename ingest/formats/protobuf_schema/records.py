@@ -4,8 +4,9 @@ Legend: M records.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,9 @@ from google.protobuf.message_factory import GetMessageClass
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, nested
 from anabranch.ingest.formats.event_structs import dict_decoder
-from anabranch.ingest.formats.protobuf_schema.fields import ReadField, ReadType
+from anabranch.ingest.formats.protobuf_schema.descriptors import message_type
+from anabranch.ingest.formats.protobuf_schema.fields import TIMESTAMP, WRAPPERS, ReadField, ReadType
+from anabranch.ingest.schema_registry.writer_schema import WriterSchema
 
 
 class ProtobufRecords:
@@ -105,3 +108,31 @@ def _value(field: ReadField, message: Any) -> Any:
     if value == field.missing:
         return None
     return int(value) if field.scalar == "bool" and field.declared.is_label else value
+
+
+def reader_of(writer: WriterSchema, indexes: Sequence[int]) -> Callable[[bytes], dict[str, Any]]:
+    """Return what makes a document of a record, with all fields: times as such, and None for what no field can be.
+
+    Raises UnfitSchemaError where the schema cannot be read; what is returned raises DecodeError.
+    """
+    parse: Any = GetMessageClass(message_type(writer, indexes)).FromString
+    return lambda record: _document(parse(record))
+
+
+def _document(message: Any) -> dict[str, Any]:
+    return {field.name: _any_value(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _any_value(message: Any, field: Any) -> Any:
+    """Return the value of any field as JSON would have it; None if it is missing, or no feature can be made of it."""
+    if field.type == field.TYPE_BYTES or (field.has_presence and not message.HasField(field.name)):
+        return None
+    value = getattr(message, field.name)
+    if field.is_repeated:
+        return list(value) or None if field.message_type is None and field.enum_type is None else None
+    if field.message_type is None:
+        named = field.enum_type and field.enum_type.values_by_number.get(value)
+        return named.name if named else value
+    if field.message_type.full_name == TIMESTAMP:
+        return datetime.fromtimestamp(value.seconds + value.nanos / 1e9, UTC)
+    return value.value if field.message_type.full_name in WRAPPERS else _document(value)

@@ -17,7 +17,7 @@ from anabranch.commands.backtest.measure import run_backtest
 from anabranch.commands.backtest.rows import EventsOfFile
 from anabranch.commands.event_files.files import open_source
 from anabranch.commands.init.command import write_sampled
-from anabranch.commands.init.sample import _columns, _described, _identifiers, sampled_pipeline
+from anabranch.commands.init.sample import _columns, _described, _identifiers, sample_of_file, sampled_pipeline
 from anabranch.commands.versions.export.program import _Program, _traced
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
@@ -75,7 +75,7 @@ def file(tmp_path, request):
 
 
 def loaded(file, label=LABEL, **options):
-    paths, remarks = write_sampled(file.parent / "pipe", file, label, **options)
+    paths, remarks = write_sampled(file.parent / "pipe", sample_of_file(file), label, **options)
     return load_config(paths[0], {}), remarks
 
 
@@ -251,4 +251,4 @@ class TestRefusals:
         file = tmp_path / "e.jsonl"
         file.write_text(content)
         with pytest.raises(SettingsError):
-            sampled_pipeline(tmp_path / "p", file, "y")
+            sampled_pipeline(tmp_path / "p", sample_of_file(file), "y")
