@@ -47,7 +47,7 @@ def backtest(
     from anabranch.commands.backtest.rows import EventsOfFile
 
     rows = EventsOfFile(source, format_, delimiter)
-    with _as_no_daemon(), stop_on_signals() as stop:
+    with as_no_daemon(), stop_on_signals() as stop:
         result = run_backtest(config.pipeline, rows, every=every, label_time=label_time, compare=compare, stop=stop)
     output(result.document() if as_json else None, lambda: render_backtest(result))
     if result.skipped:
@@ -56,7 +56,7 @@ def backtest(
 
 
 @contextlib.contextmanager
-def _as_no_daemon() -> Iterator[None]:
+def as_no_daemon() -> Iterator[None]:
     """Log no steps of a start, which are those of a daemon."""
     logger = logging.getLogger("anabranch")
     before = logger.level

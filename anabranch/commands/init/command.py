@@ -5,12 +5,11 @@ import os
 import re
 import shlex
 import sys
-import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from anabranch.command import command, output, say
@@ -20,10 +19,12 @@ from anabranch.commands.init.sample import Sample, sample_of_file, sampled_pipel
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.core.extras import needs
+from anabranch.runtime.lifecycle import stop_on_signals
 
 if TYPE_CHECKING:
     from anabranch.commands.init.topic import Message
 
+_BACKTEST_SECONDS = 60.0
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 FILES = ("pipeline.toml", "my_model.py", "events.jsonl")
 
@@ -170,13 +171,32 @@ def first_results(config: Path, sample: Sample, messages: "Sequence[Message] | N
         say(usable(loaded.pipeline.stream, loaded.pipeline.events, messages))
     if not backtest:
         return
-    from anabranch.commands.backtest.measure import render_backtest, run_backtest
+    from anabranch.commands.backtest.command import as_no_daemon
+    from anabranch.commands.backtest.measure import BacktestProgress, run_backtest
+    from anabranch.commands.backtest.render import render_backtest
+    from anabranch.commands.backtest.rows import EventsInMemory
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "events.jsonl"
-        path.write_bytes(b"\n".join(map(msgspec.json.encode, sample.events())))
-        typer.echo(f"backtest on {sample.source}", err=True)
-        result = run_backtest(loaded, path)
+    def show(progress: BacktestProgress) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{progress.events:,} of {len(events):,} events")
+            sys.stderr.flush()
+
+    events = sample.events()
+    typer.echo(f"backtest on {sample.source}, for {_BACKTEST_SECONDS:.0f} s at most:", err=True)
+    with as_no_daemon(), stop_on_signals() as stop:
+        timer = threading.Timer(_BACKTEST_SECONDS, stop.set)
+        timer.start()
+        try:
+            result = run_backtest(loaded.pipeline, EventsInMemory(events, sample.where), progress=show, stop=stop)
+        except SettingsError:
+            if not stop.is_set():
+                raise
+            say("the backtest was stopped before the first event was scored")
+            return
+        finally:
+            timer.cancel()
+    if result.stopped:
+        say(f"the backtest was stopped after {result.events:,} of {len(events):,} events")
     output(None, lambda: render_backtest(result))
 
 

@@ -40,10 +40,11 @@ _UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _BOOLEANS = {"true": True, "false": False}
 _DAY = 86_400.0
 _LEARNER = (
-    "batch_size = 16                      # small steps: a model that begins with nothing learns sooner",
+    "batch_size = 10                      # small steps: a model that begins with nothing learns sooner",
     'replay_ratio = "auto"                # replays only where it is measured to undo forgetting',
-    'optimizer = {name = "adamw", lr = 5e-3}',
 )
+_ADAMW = 'optimizer = {name = "adamw", lr = 5e-3}   # each row of a table has steps of its own size'
+_SGD = 'optimizer = {name = "sgd", lr = 0.1}   # of scaled numbers alone: follows a drift sooner than adamw'
 
 Path_ = tuple[str, ...]
 
@@ -225,7 +226,7 @@ def described_rows(
         (SectionField(identifiers[target.path], _field_of(target, identifiers), why_label), classes),
         named_key,
         time,
-        _LEARNER,
+        (*_LEARNER, _ADAMW if classes is None or any(each.dtype == "string" for each in fields) else _SGD),
     )
     return files, [each.sentence for each in fields if not each.is_read]
 
@@ -383,7 +384,7 @@ def _described(column: _Column, name: str, target: _Column) -> PipelineField:
         )
     if column.is_row_number:
         return replace(left_out, why="it numbers the rows")
-    if column.distinct == 1:
+    if column.distinct == 1 and column.kind not in ("int", "float"):
         return replace(left_out, why=f"it is {column.present[0]!r} in each row")
     if _gives_away(column, target):
         return replace(
@@ -412,6 +413,8 @@ def _of_numbers(of: PipelineField, values: Any, missing: str) -> PipelineField:
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
     heavy = high > low and float(values.std()) > 5 * (high - low)
     comment = f"numbers from {values.min():.4g} to {values.max():.4g}, half of them up to {middle:.4g}"
+    if values.min() == values.max():  # later rows may have others, and until then it is 0 once it is scaled
+        comment = f"{values.min():.4g} in each row so far"
     comment += f", a few far from the others{missing}" if heavy else missing
     return replace(
         of,

@@ -162,7 +162,7 @@ class TestColumns:
         [
             ([None] * 30, "no row has a value"),
             ([1, "a"] * 15, "several types"),
-            ([7] * 30, "it is 7 in each row"),
+            (["EUR"] * 30, "it is 'EUR' in each row"),
             (list(range(30)), "it numbers the rows"),
             ([f"k{n}" for n in range(30)], "it is an id"),
             ([[1], [1, 2]] * 15, "of several lengths"),
@@ -190,6 +190,10 @@ class TestColumns:
             names = {*_identifiers(_columns([row, row])).values()}
             assert len(names) == 3
             assert not names & {f"{name}_missing" for name in names}
+
+    def test_a_number_that_is_the_same_so_far_is_a_feature(self):
+        field = self.described([0.42] * 30)
+        assert (field.dtype, field.scale, field.comment) == ("float32", "standard", "0.42 in each row so far")
 
     def test_numbers_with_a_heavy_tail_are_scaled_by_rank(self):
         assert self.described([n % 5 for n in range(400)] + [1e9]).scale == "quantile"

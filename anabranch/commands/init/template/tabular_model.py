@@ -10,7 +10,8 @@ class Tabular(nn.Module):
         self.names = list(words)
         self.words = nn.ModuleList(nn.Embedding(size, 16) for size in words.values())
         inputs = numbers + 16 * len(words)
-        self.body = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
+        first, second = nn.Linear(inputs, width), nn.Linear(width, width)
+        self.body = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(width, outputs))
 
     def forward(self, *one: Tensor, **features: Tensor) -> Tensor:
         if one:  # a single feature is passed by position
