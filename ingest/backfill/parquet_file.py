@@ -4,6 +4,7 @@ Nor does it with what a small file expands to: a text that is stored once for ma
 time are returned, and rows of long lists are read few at a time.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -40,6 +41,15 @@ def _without_views(column: Any) -> Any:
     return column.with_type(pa.string()) if types.is_string_view(column.type) else column
 
 
+def pandas_index(schema: Any) -> set[str]:
+    """Return the columns that are the index of the table that pandas wrote, which says so in the file."""
+    try:
+        named = json.loads((schema.metadata or {}).get(b"pandas", b"{}")).get("index_columns", ())
+        return {name for name in named if isinstance(name, str)}
+    except (ValueError, AttributeError, TypeError):  # the file's own text, which may be anything
+        return set()
+
+
 class ParquetRows(RowTables):
     """An open Parquet file."""
 
@@ -51,6 +61,8 @@ class ParquetRows(RowTables):
         twice = next((name for name in self._schema.names if self._schema.names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"two columns are named {twice!r}")
+        self.index = pandas_index(self._file.schema_arrow)
+        """Columns that are an index of pandas, and no data."""
         self._texts = [name for name in self._schema.names if _has_texts(self._schema.field(name).type)]
         leaves = [self._file.schema.column(index).path for index in range(self._file.metadata.num_columns)]
         self._coded = pq.ParquetFile(

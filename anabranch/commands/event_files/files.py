@@ -277,7 +277,8 @@ class _Parquet:
             raise SettingsError(f"{self._name} is damaged after row {self._row}: {exc}") from exc
 
     def _rows(self) -> Iterator[FileRecord]:
-        for part in self._file.tables(self._file.schema.names, 0):
+        names = [name for name in self._file.schema.names if name not in self._file.index]
+        for part in self._file.tables(names, 0):
             for row in part.table.to_pylist():
                 self._row += 1
                 yield FileRecord(f"row {self._row}", row)

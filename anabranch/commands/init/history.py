@@ -1,6 +1,5 @@
 """`anabranch init --history`: a pipeline for a folder of Parquet, written from the columns of its files."""
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,6 +13,7 @@ from anabranch.commands.init.files import FIELD_NAME, UNFIT_NAME, Classes, Pipel
 from anabranch.config.toml_text import toml_value
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.backfill.files import FileMark, listed, store_of
+from anabranch.ingest.backfill.parquet_file import pandas_index
 from anabranch.ingest.settings.backfill import SUFFIXES, BackfillSettings
 
 _MOST_CLASSES = 1000
@@ -76,7 +76,7 @@ def _read(parquet: Any, mark: FileMark, label: str) -> tuple[_Columns, Classes]:
         names = f"{prefix}topic", f"{prefix}partition", f"{prefix}offset"
         if columns.identity is None and set(names) <= set(schema.names):
             columns.identity = names
-    index = _pandas_index(schema)
+    index = pandas_index(schema)
     for column in schema:
         if column.name != label and column.name not in (columns.identity or ()):
             _sort(columns, column, is_index=column.name in index)
@@ -87,15 +87,6 @@ def _read(parquet: Any, mark: FileMark, label: str) -> tuple[_Columns, Classes]:
         why = "".join(f"; {each.sentence}" for each in columns.features[:_NAMED])
         raise SettingsError(f"{mark.name} has no column that can be a feature besides {label}{why}")
     return columns, _label(parquet, mark, label, columns.remarks)
-
-
-def _pandas_index(schema: Any) -> set[str]:
-    """Return the columns that are the index of the table that pandas wrote, which says so in the file."""
-    try:
-        named = json.loads((schema.metadata or {}).get(b"pandas", b"{}")).get("index_columns", ())
-        return {name for name in named if isinstance(name, str)}
-    except (ValueError, AttributeError, TypeError):  # the file's own text, which may be anything
-        return set()
 
 
 def _sort(columns: _Columns, column: Any, *, is_index: bool) -> None:

@@ -43,7 +43,7 @@ _LEARNER = (
     "batch_size = 10                      # small steps: a model that begins with nothing learns sooner",
     'replay_ratio = "auto"                # replays only where it is measured to undo forgetting',
 )
-_ADAMW = 'optimizer = {name = "adamw", lr = 5e-3}   # each row of a table has steps of its own size'
+_ADAMW = 'optimizer = {name = "adamw", lr = 5e-3}   # sizes the steps of each row of a table'
 _SGD = 'optimizer = {name = "sgd", lr = 0.1}   # of scaled numbers alone: follows a drift sooner than adamw'
 
 Path_ = tuple[str, ...]
