@@ -15,14 +15,14 @@ import typer
 from anabranch.command import command, output, say
 from anabranch.commands.event_files.files import Delimiter, FileFormat, is_named_as_file
 from anabranch.commands.init.files import refuse_existing, write_files
-from anabranch.commands.init.sample import Sample, sample_of_file, sampled_pipeline
+from anabranch.commands.init.sample import EventSample, sample_of_file, sampled_pipeline
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.core.extras import needs
 from anabranch.runtime.lifecycle import stop_on_signals
 
 if TYPE_CHECKING:
-    from anabranch.commands.init.topic import Message
+    from anabranch.commands.init.topic import SampledMessage
 
 _BACKTEST_SECONDS = 60.0
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
@@ -146,7 +146,7 @@ def write_history(
 
 
 def write_sampled(
-    folder: Path, sample: Sample, label: str | None, key: str | None = None, *, force: bool = False
+    folder: Path, sample: EventSample, label: str | None, key: str | None = None, *, force: bool = False
 ) -> tuple[list[Path], list[str]]:
     """Write a pipeline for events into `folder`; return its paths, and remarks on fields.
 
@@ -162,7 +162,9 @@ def write_sampled(
     return write_files(folder, contents, force=force), remarks
 
 
-def first_results(config: Path, sample: Sample, messages: "Sequence[Message] | None", *, backtest: bool) -> None:
+def first_results(
+    config: Path, sample: EventSample, messages: "Sequence[SampledMessage] | None", *, backtest: bool
+) -> None:
     """Print how many messages the new pipeline can use, if they are from a topic, and its backtest."""
     loaded = load_config(config)
     if messages is not None:

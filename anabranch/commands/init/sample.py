@@ -103,7 +103,7 @@ class _Column:
 
 
 @dataclass(frozen=True)
-class Sample:
+class EventSample:
     """Events that say what the fields are.
 
     Attributes:
@@ -136,17 +136,17 @@ class Sample:
         return found
 
 
-def sample_of_file(file: Path, kind: SourceFormat | None = None, delimiter: str | None = None) -> Sample:
+def sample_of_file(file: Path, kind: SourceFormat | None = None, delimiter: str | None = None) -> EventSample:
     """Return the first rows of a file; raises SettingsError where it cannot be read."""
     rows, envelope = unwrapped(sample_of(file, kind, delimiter, ROWS))
     stream = ['topics = ["events"]                  # change it to your topic']
     if envelope:
         stream.append(f'envelope = "{envelope}"')
-    return Sample(rows, str(file), f"{len(rows):,} rows of {file.name}", stream)
+    return EventSample(rows, str(file), f"{len(rows):,} rows of {file.name}", stream)
 
 
 def sampled_pipeline(
-    folder: Path, sample: Sample, label: str | None, key: str | None = None
+    folder: Path, sample: EventSample, label: str | None, key: str | None = None
 ) -> tuple[dict[str, str], list[str]]:
     """Return `pipeline.toml` and `my_model.py` for events, and remarks on fields that are left out.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import ValidationError
 
-from anabranch.commands.init.sample import ROWS, Sample, unwrapped
+from anabranch.commands.init.sample import ROWS, EventSample, unwrapped
 from anabranch.commands.init.subject import registry_client
 from anabranch.config.overrides import ENVIRONMENT_PREFIX, apply_overrides
 from anabranch.config.toml_text import toml_value
@@ -29,7 +29,7 @@ _PATIENCE_SECONDS = 15.0
 _OF_STREAM = f"{ENVIRONMENT_PREFIX}STREAM__"
 
 
-class Message(NamedTuple):
+class SampledMessage(NamedTuple):
     """The value and the headers of a message."""
 
     value: bytes
@@ -44,7 +44,7 @@ class TopicSource(NamedTuple):
     registry: str
 
 
-def sample_of_topic(source: TopicSource, environment: Mapping[str, str]) -> tuple[Sample, list[Message]]:
+def sample_of_topic(source: TopicSource, environment: Mapping[str, str]) -> tuple[EventSample, list[SampledMessage]]:
     """Return the newest messages of a topic as events, in the order of their times, and as they are.
 
     `environment` has what the broker and the registry need besides their addresses, as overrides of `[stream]`.
@@ -67,7 +67,7 @@ def sample_of_topic(source: TopicSource, environment: Mapping[str, str]) -> tupl
             schemas: dict[int | str, WriterSchema] = {}
             readers: dict[tuple[int | str, tuple[int, ...]], Callable[[bytes], dict[str, Any]]] = {}
 
-            def document(each: Message) -> dict[str, Any]:
+            def document(each: SampledMessage) -> dict[str, Any]:
                 found = locate(each.value, each.headers, has_indexes=False).id
                 if found is None:
                     raise SchemaIdError("it has no schema id")
@@ -81,10 +81,10 @@ def sample_of_topic(source: TopicSource, environment: Mapping[str, str]) -> tupl
         kind = next(iter(schemas.values())).kind
         lines += [f'format = "{kind}"', "", "[stream.registry]", f"url = {toml_value(source.registry)}"]
     said = f"{len(rows):,} messages of the topic {source.topic}"
-    return Sample(rows, f"the topic {source.topic}", said, lines), messages
+    return EventSample(rows, f"the topic {source.topic}", said, lines), messages
 
 
-def usable(stream: StreamSettings, events: SchemaSettings, messages: Sequence[Message]) -> str:
+def usable(stream: StreamSettings, events: SchemaSettings, messages: Sequence[SampledMessage]) -> str:
     """Return how many messages the pipeline can use, by decoding them as it does."""
     schemas = writer_schemas(stream)
     try:
@@ -115,7 +115,7 @@ def _stream(source: TopicSource, environment: Mapping[str, str]) -> StreamSettin
         raise SettingsError(f"--from {source.topic}, --broker and {_OF_STREAM}*: {key} {error['msg']}") from exc
 
 
-def _newest(stream: StreamSettings, source: TopicSource) -> list[Message]:
+def _newest(stream: StreamSettings, source: TopicSource) -> list[SampledMessage]:
     try:
         with Inspector(stream, _PATIENCE_SECONDS) as inspector:
             topic = inspector.topic(source.topic)
@@ -125,7 +125,7 @@ def _newest(stream: StreamSettings, source: TopicSource) -> list[Message]:
     except BrokerError as exc:
         raise BrokerError(f"{source.topic} is no file; as a topic: {exc}") from exc
     found = [
-        (time, Message(value, headers))
+        (time, SampledMessage(value, headers))
         for part in parts
         for time, value, headers in zip(part.times_ms, part.values, part.headers, strict=True)
         if value is not None  # a tombstone is no event
@@ -134,7 +134,7 @@ def _newest(stream: StreamSettings, source: TopicSource) -> list[Message]:
 
 
 def _documents(
-    messages: Sequence[Message], source: TopicSource, read: Callable[[Message], dict[str, Any]]
+    messages: Sequence[SampledMessage], source: TopicSource, read: Callable[[SampledMessage], dict[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """Return the documents of messages; those that are none are left out, unless all are none."""
     rows: list[Mapping[str, Any]] = []
@@ -157,7 +157,7 @@ def _json(value: bytes) -> dict[str, Any]:
     return decoded(partial(msgspec.json.decode, type=dict[str, Any]), value)
 
 
-def _has_id(message: Message) -> bool:
+def _has_id(message: SampledMessage) -> bool:
     return message.value[:1] in (b"\0", b"\1") or any(name == HEADER for name, _ in message.headers)
 
 
