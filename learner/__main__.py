@@ -108,7 +108,7 @@ def _alike(config: "Config") -> "dict[str, object]":
     dumped = {name: section.model_dump(mode="json") for name, section in sections.items()}
     # Only rank 0 reads the stream; paths of files differ with the folder of the config.
     stream = pipeline.stream.model_dump(
-        mode="json", exclude={"bootstrap_servers", "properties", "registry", "backfill"}
+        mode="json", exclude={"bootstrap_servers", "properties", "token", "registry", "backfill"}
     )
     return {"name": pipeline.name, "seed": pipeline.seed, "[stream]": stream, "[replay]": replay, **dumped}
 

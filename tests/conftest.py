@@ -41,7 +41,7 @@ pytest_plugins = [name for name, package in _PLUGINS.items() if not package or f
 
 PROCESS_FIXTURES = {"holder", "make_index", "nursery", "play", "spawn", "standby", "start"}
 """Fixtures that start a Python, besides those of services: a test that takes one is marked `process`."""
-_BROKER_FIXTURES = {"kafka", "sasl_kafka", "guarded_kafka", "mortal_kafka"}
+_BROKER_FIXTURES = {"kafka", "sasl_kafka", "guarded_kafka", "mortal_kafka", "token_kafka"}
 _REDIS_FIXTURES = {"mortal_redis", "shared_redis"}
 _S3_FIXTURES = {"mortal_s3", "s3"}
 _WITHOUT_QUICK_LIMIT = {"process", "services", "slow", "browser", "gpu", "timeout"}

@@ -70,6 +70,14 @@ def imported(reference: str, folder: Path | None = None) -> Callable[..., Any]:
     return cast("Callable[..., Any]", member)
 
 
+def check_function(reference: str, info: ValidationInfo) -> str:
+    """Validate a setting that is the import string of a function, which is imported as `NamedClass` says."""
+    if not re.fullmatch(IMPORT_STRING, reference):
+        raise ValueError('write an import string such as "my_code:my_function"')
+    imported(reference, (info.context or {}).get(FOLDER))
+    return reference
+
+
 @dataclass(frozen=True)
 class NamedClass:
     """Annotates a setting that names a class: one of ours by its name, another by import string or entry point.

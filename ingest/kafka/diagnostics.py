@@ -5,6 +5,8 @@ import socket
 from collections.abc import Iterable
 
 from anabranch.ingest.errors import CredentialsError, GapError, RecreatedError
+from anabranch.ingest.kafka.tokens import token_source
+from anabranch.ingest.settings.stream import StreamSettings
 
 log = logging.getLogger(__name__)
 
@@ -63,18 +65,22 @@ def not_a_broker_message(servers: str, reason: str) -> str:
     )
 
 
-def unresponsive_message(servers: str, reason: str) -> str:
-    """Return the sentence for a broker that no longer answers."""
-    return f"the Kafka broker at {servers} does not answer ({reason})"
+def unresponsive_message(settings: StreamSettings, reason: str) -> str:
+    """Return the sentence for a broker that no longer answers, or that cannot be asked without a token."""
+    source = token_source(settings)
+    reason = source.problem if source is not None and source.problem else reason
+    return f"the Kafka broker at {settings.bootstrap_servers} does not answer ({reason})"
 
 
-def auth_error(servers: str, *, mechanism: bool) -> CredentialsError:
-    """Return the error for a broker that refuses the mechanism, or else the user or the password."""
+def auth_error(settings: StreamSettings, *, mechanism: bool) -> CredentialsError:
+    """Return the error for a broker that refuses the mechanism, or else the user or the password, or the token."""
+    broker = f"the Kafka broker at {settings.bootstrap_servers}"
     if mechanism:
-        return CredentialsError(f"the Kafka broker at {servers} does not take the sasl.mechanism in stream.properties")
-    return CredentialsError(
-        f"the Kafka broker at {servers} refuses the credentials in stream.properties (sasl.username)"
-    )
+        what = "the sasl.mechanism in stream.properties" if settings.token is None else "tokens (OAUTHBEARER)"
+        return CredentialsError(f"{broker} does not take {what}")
+    if settings.token is not None:
+        return CredentialsError(f'{broker} refuses the token of stream.token = "{settings.token}"')
+    return CredentialsError(f"{broker} refuses the credentials in stream.properties (sasl.username)")
 
 
 def gone_topic(topic: str, servers: str) -> str:

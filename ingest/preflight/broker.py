@@ -131,7 +131,8 @@ def check_broker(stream: StreamSettings, events: SchemaSettings) -> Iterator[Fin
             if stream.labels is not None:
                 yield from check_labels(stream, events, inspector, partitions)
     except CredentialsError as exc:
-        fix = "Fix sasl.username, sasl.password and sasl.mechanism in [stream.properties]."
+        login = "sasl.username, sasl.password and sasl.mechanism in [stream.properties]"
+        fix = f"Fix {login if stream.token is None else 'stream.token, or give its user the right to connect'}."
         yield problem("broker.credentials", f"{exc}.", fix, unreachable=True)
     except CodecError as exc:
         fix = "Install it: pip install 'anabranch[codecs]'; or set stream.client = \"confluent\"."
@@ -166,7 +167,7 @@ def reach(server: str, stream: StreamSettings) -> Finding | None:
         fix = "Start the broker, or fix stream.bootstrap_servers or the firewall."
         return problem("broker.connect", message, fix, unreachable=True)
     with connection:
-        values = {name: secret.get_secret_value() for name, secret in stream.properties.items()}
+        values = stream.client_properties
         if "SSL" not in values.get("security.protocol", "").upper().split("_"):
             return None
         try:

@@ -115,7 +115,7 @@ REFUSED: Mapping[str, str] = {
 
 
 _STORE = "it is for stores of Java: use ssl.ca.location, a file in PEM"
-_CALLBACK = "it names a class of Java: use sasl.username and sasl.password, or sasl.oauthbearer.*"
+_CALLBACK = "it names a class of Java: use stream.token, or sasl.username and sasl.password"
 
 OF_OTHERS: Mapping[str, str] = {
     "basic.auth.credentials.source": "use stream.registry.user and stream.registry.password",
@@ -172,15 +172,15 @@ def check(client: str, name: str, value: str) -> None:
     """Check that a client supports a property's value; raises ValueError, which never contains the value."""
     known, choices = PROPERTIES[name], _CHOICES.get(name.removesuffix("s"), ())
     if choices and value.upper() not in choices:
-        aws = "; AWS_MSK_IAM is of Java's client alone: use SCRAM-SHA-512" * (value.upper() == "AWS_MSK_IAM")
+        aws = "; AWS_MSK_IAM is of Java's client alone: use stream.token" * (value.upper() == "AWS_MSK_IAM")
         raise ValueError(f"{name} is none of {', '.join(choices)}{aws}")
     if (known.kind == _NUMBER and not value.isdecimal()) or (known.kind == _SWITCH and value not in _BOOLEANS):
         raise ValueError(f"{name} is not a {known.kind}" if known.kind == _NUMBER else f"{name} is not {known.kind}")
     if client == "kafka-python":
         bearer = name in ("sasl.mechanism", "sasl.mechanisms") and value.upper() == "OAUTHBEARER"
         if known.kafka_python is None or bearer:
-            what = f"{name} = OAUTHBEARER" if bearer else name
-            raise ValueError(f'kafka-python cannot do {what}; set stream.client = "confluent"')
+            what = f"{name} = OAUTHBEARER without stream.token" if bearer else name
+            raise ValueError(f'kafka-python cannot do {what}; set {"it, or " * bearer}stream.client = "confluent"')
 
 
 def kafka_python_options(name: str, value: str) -> dict[str, str | int | bool]:

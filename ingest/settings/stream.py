@@ -15,6 +15,7 @@ from pydantic import (
 
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import Section
+from anabranch.core.users_code import check_function
 from anabranch.ingest.settings.backfill import BackfillSettings
 from anabranch.ingest.settings.features import (
     CrossSettings,
@@ -109,6 +110,10 @@ class StreamSettings(Section):
     """Whether records of open and aborted transactions are left out."""
     client: Literal["kafka-python", "confluent"] = "kafka-python"
     """Kafka client library that reads; `confluent` (extra `fast`) is faster. `produce` always takes kafka-python."""
+    token: Annotated[str, AfterValidator(check_function)] | None = None
+    """Function that returns a token for SASL/OAUTHBEARER: yours (`my_auth:token`), or that of a cloud, such as
+    `anabranch.ingest.kafka.tokens:msk`. It decides all of `sasl.*`; `security.protocol` is then `SASL_SSL` by default.
+    """
     max_message_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(2_000_000)
     """Messages with a longer value are dead-lettered as oversized, before they are parsed."""
     buffer_bytes: Annotated[ByteSize, Field(ge=1_000_000)] = ByteSize(64_000_000)
@@ -161,6 +166,14 @@ class StreamSettings(Section):
         return self.topics + self.label_topics
 
     @property
+    def client_properties(self) -> dict[str, str]:
+        """The properties of clients, with those that `token` decides."""
+        values = {name: secret.get_secret_value() for name, secret in self.properties.items()}
+        if self.token is None:
+            return values
+        return {"security.protocol": "SASL_SSL", **values, "sasl.mechanism": "OAUTHBEARER"}
+
+    @property
     def start_time(self) -> datetime | None:
         """The moment to start from, when `start` is a time; times without a zone are UTC."""
         if self.start in ("earliest", "latest"):
@@ -171,7 +184,11 @@ class StreamSettings(Section):
     @model_validator(mode="after")
     def _the_client_can_do_what_is_asked(self) -> Self:
         for name, value in self.properties.items():
+            if self.token is not None and name.startswith("sasl."):
+                raise ValueError(f"token decides how to authenticate: take {name} out of properties, or token out")
             check(self.client, name, value.get_secret_value())
+        if self.token is not None and not self.client_properties["security.protocol"].upper().startswith("SASL_"):
+            raise ValueError("with token, properties' security.protocol is SASL_SSL, or for tests SASL_PLAINTEXT")
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ UNPUBLISHED: dict[str, Any] = {
         "client": True,
         "buffer_bytes": True,
         "properties": True,
+        "token": True,
         "on_gap": True,
         "labels": {"bytes"},
         "backfill": {"storage", "files"},

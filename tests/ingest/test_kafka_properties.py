@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from pathlib import Path
 
 import confluent_kafka
 import pytest
@@ -97,6 +98,36 @@ def test_bearer_tokens_need_the_other_client():
         settings(sasl__mechanism="oauthbearer")
 
 
+@pytest.mark.parametrize(
+    ("token", "properties", "sentence"),
+    [
+        ("my_auth", {}, "write an import string such as"),
+        ("no_such_module:token", {}, "no module named no_such_module"),
+        ("os:sep", {}, "has no function or class sep"),
+        ("os:getcwd", {"sasl.username": "alice"}, "take sasl.username out of properties"),
+        ("os:getcwd", {"security.protocol": "SSL"}, "security.protocol is SASL_SSL"),
+    ],
+)
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_a_token_that_cannot_be_is_refused_by_the_settings(client, token, properties, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        StreamSettings.model_validate({"topics": ["a"], "client": client, "token": token, "properties": properties})
+
+
+def test_a_token_decides_the_mechanism_and_goes_over_tls_by_default():
+    stream = StreamSettings.model_validate({"topics": ["a"], "token": "os:getcwd"})
+    options = client_options(KafkaConsumer, stream)
+    assert options["security_protocol"] == "SASL_SSL"
+    assert options["sasl_mechanism"] == "OAUTHBEARER"
+
+
+def test_no_module_makes_a_client_without_its_properties():
+    """Else a command would connect without the token, or without TLS."""
+    made = re.compile(r"\b(?:Kafka)?(?:AdminClient|Consumer|Producer)\((?!\*\*client_options)")
+    code = {path: path.read_text(encoding="utf-8") for path in Path("ingest").rglob("*.py")}
+    assert [str(path) for path, text in code.items() if made.search(text)] == []
+
+
 def test_an_unknown_name_names_the_nearest():
     with pytest.raises(ValidationError, match=r"unknown property; the nearest known one is 'sasl\.password'"):
         settings(sasl__pasword="x")
@@ -150,5 +181,5 @@ def test_a_mechanism_that_no_client_has_is_refused_by_the_settings(client):
 
 def test_advice_does_not_name_a_client_that_is_set():
     stream = settings("confluent", sasl__mechanism="OAUTHBEARER")
-    with pytest.raises(SettingsError, match=r"sasl.mechanism = OAUTHBEARER; the pipeline itself reads with"):
+    with pytest.raises(SettingsError, match=r"sasl.mechanism = OAUTHBEARER without stream.token; the pipeline itself"):
         client_options(KafkaProducer, stream)

@@ -143,6 +143,29 @@ def sasl_kafka():
         yield SaslBroker(sasl, plain)
 
 
+@pytest.fixture(scope="session")
+def token_kafka():
+    """A broker whose listener takes tokens with the scope kafka, signed or not. Only START's broker supports it."""
+    if not os.environ.get(START):
+        pytest.skip(f"{START} is not set, and the other brokers have no listener for tokens")
+    sasl_port, controller_port, plain_port = free_ports(3)
+    sasl, plain = f"127.0.0.1:{sasl_port}", f"127.0.0.1:{plain_port}"
+    listeners = f"SASL_PLAINTEXT://{sasl},PLAINTEXT://{plain}"
+    listener, theirs = "listener.name.sasl_plaintext.oauthbearer", "org.apache.kafka.common.security.oauthbearer"
+    handler = f"{theirs}.internals.unsecured.OAuthBearerUnsecuredValidatorCallbackHandler"
+    scope = 'unsecuredLoginStringClaim_sub="broker" unsecuredValidatorRequiredScope="kafka"'
+    properties = [
+        f"listeners={listeners},CONTROLLER://127.0.0.1:{controller_port}",
+        f"advertised.listeners={listeners}",
+        "sasl.enabled.mechanisms=OAUTHBEARER",
+        f"{listener}.sasl.jaas.config={theirs}.OAuthBearerLoginModule required {scope};",
+        f"{listener}.sasl.server.callback.handler.class={handler}",
+        "connections.max.reauth.ms=3600000",  # a connection ends with its token, unless it has got a new one
+    ]
+    with _started_in_new_folder(sasl_port, properties, plain):
+        yield SaslBroker(sasl, plain)
+
+
 @pytest.fixture
 def guarded_kafka(certificate, tmp_path):
     """A broker with SCRAM and TLS. Only START's broker supports them; without START the test is skipped, also in CI."""

@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from anabranch.ingest.errors import BrokerError, RecreatedError
+from anabranch.ingest.errors import BrokerError, CredentialsError, RecreatedError
 from anabranch.ingest.events.partition import TopicPartition
 from anabranch.ingest.kafka.client import Lag, Messages
 from anabranch.ingest.kafka.confluent.connection import brief, make, raise_if_fatal, reach, reason
@@ -357,13 +357,12 @@ class ConfluentClient:
 
         Each request takes two seconds at most.
         """
-        servers = self._settings.bootstrap_servers
         try:
             self._metadata.refresh()
             ends = self._metadata.offsets(list(self._positions), OffsetSpec.latest())
             starts = self._metadata.offsets(list(self._positions), OffsetSpec.earliest()) if log_starts else {}
         except KafkaException as exc:
-            return Lag({}, unresponsive_message(servers, brief(exc)))
+            return Lag({}, unresponsive_message(self._settings, brief(exc)))
         except BrokerError as exc:
             return Lag({}, str(exc))
         # A broker may report less than it has already delivered, so what was delivered counts as well.
@@ -381,7 +380,11 @@ class ConfluentClient:
     def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
         """Send and wait, with a producer that is created with the first letter."""
         if self._letters is None:
-            self._letters = ConfluentDeadLetters(self._settings)
+            try:
+                self._letters = ConfluentDeadLetters(self._settings)
+            except CredentialsError as exc:
+                log.warning("dead letters wait: %s", exc)
+                return 0
         return self._letters.send(letters, timeout)
 
     @property

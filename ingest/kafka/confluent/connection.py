@@ -3,12 +3,13 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException
 
 from anabranch.core.errors import SettingsError
-from anabranch.ingest.errors import BrokerError, TruncatedError
+from anabranch.ingest.errors import BrokerError, CredentialsError, TruncatedError
 from anabranch.ingest.kafka.diagnostics import (
     TRUNCATED,
     auth_error,
@@ -16,6 +17,7 @@ from anabranch.ingest.kafka.diagnostics import (
     unreachable,
     unreachable_advertised,
 )
+from anabranch.ingest.kafka.tokens import TokenSource, token_source
 from anabranch.ingest.settings.kafka_properties import DEFAULTS, PROPERTIES
 from anabranch.ingest.settings.stream import StreamSettings
 
@@ -31,16 +33,30 @@ _theirs.addHandler(logging.NullHandler())
 
 
 def make(kind: Any, settings: StreamSettings, ours: Mapping[str, Any]) -> Any:
-    """Make a client of the given class from `[stream.properties]`, and above them ours; raises SettingsError."""
-    tuned = {**DEFAULTS, **{name: secret.get_secret_value() for name, secret in settings.properties.items()}}
+    """Make a client of the given class from `[stream.properties]`, and above them ours.
+
+    Raises SettingsError, and CredentialsError where there is no token of `stream.token`.
+    """
+    tuned = {**DEFAULTS, **settings.client_properties}
     for name in ("sasl.mechanism", "sasl.mechanisms"):
         if name in tuned:
             tuned[name] = tuned[name].upper()
     fit = {name: value for name, value in tuned.items() if kind is Consumer or not PROPERTIES[name].consumer_only}
+    if (source := token_source(settings)) is not None:
+        source.token()  # or else the client would wait, and say no more than that it has waited
+        ours = {"oauth_cb": partial(_next_token, source), **ours}
     try:
         return kind({"bootstrap.servers": settings.bootstrap_servers, **fit, **ours}, logger=_theirs)
     except KafkaException as exc:
+        if exc.args[0].code() == KafkaError.SASL_AUTHENTICATION_FAILED:
+            raise CredentialsError(source.problem if source is not None and source.problem else brief(exc)) from exc
         raise SettingsError(f"invalid stream.properties: {_without_secrets(exc, settings)}") from exc
+
+
+def _next_token(source: TokenSource, _: str) -> tuple[str, float, str, dict[str, str]]:
+    """Return what librdkafka, which asks in a separate thread, takes; after an error it asks again in ten seconds."""
+    token = source.token()
+    return token.value, token.end, "", dict(token.extensions)
 
 
 def brief(exc: KafkaException) -> str:
@@ -69,15 +85,16 @@ def reach(consumer: Any, settings: StreamSettings, errors: Sequence[KafkaError],
             codes = {error.code() for error in errors}
             hopeless = KafkaError._ALL_BROKERS_DOWN in codes and unreachable(servers)
             if KafkaError._AUTHENTICATION in codes or hopeless or time.monotonic() > deadline:
-                raise _explained(exc, settings.bootstrap_servers, errors) from exc
+                raise _explained(exc, settings, errors) from exc
         else:
             return
 
 
-def _explained(exc: KafkaException, servers: str, errors: Sequence[KafkaError]) -> BrokerError:
+def _explained(exc: KafkaException, settings: StreamSettings, errors: Sequence[KafkaError]) -> BrokerError:
+    servers = settings.bootstrap_servers
     for error in errors:
         if error.code() == KafkaError._AUTHENTICATION:
-            return auth_error(servers, mechanism="mechanism" in error.str())
+            return auth_error(settings, mechanism="mechanism" in error.str())
     sentence = errors[-1].str() if errors else brief(exc)
     return BrokerError(unreachable(servers) or not_a_broker_message(servers, sentence))
 

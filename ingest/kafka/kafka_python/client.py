@@ -241,9 +241,12 @@ class KafkaPythonClient:
             if log_starts:
                 starts = self._consumer.beginning_offsets([_theirs(p) for p in partitions], timeout_ms=_REQUEST_MS)
         except kafka_errors.KafkaError as exc:
-            servers = self._settings.bootstrap_servers
-            gone = [topic for topic in self._settings.all_topics if not self._consumer.partitions_for_topic(topic)]
-            return Lag({}, gone_topic(gone[0], servers) if gone else unresponsive_message(servers, brief(exc)))
+            settings = self._settings
+            gone = [topic for topic in settings.all_topics if not self._consumer.partitions_for_topic(topic)]
+            why = (
+                gone_topic(gone[0], settings.bootstrap_servers) if gone else unresponsive_message(settings, brief(exc))
+            )
+            return Lag({}, why)
         self._behind = [tp for tp, end in ends.items() if end > self._positions[tp]]
         self._unmoved = {tp for tp in self._behind if self._positions[tp] == self._before.get(tp)}
         self._before = dict(self._positions)

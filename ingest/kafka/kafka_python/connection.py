@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 from kafka import errors as kafka_errors
+from kafka.net.sasl.oauth import AbstractTokenProvider
+from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.errors import BrokerError, CodecError, CredentialsError, TruncatedError
@@ -18,6 +20,7 @@ from anabranch.ingest.kafka.diagnostics import (
     unreachable_advertised,
 )
 from anabranch.ingest.kafka.kafka_python.records import UnreadableError
+from anabranch.ingest.kafka.tokens import Token, TokenSource, token_source
 from anabranch.ingest.settings.kafka_properties import DEFAULTS, check, kafka_python_options
 from anabranch.ingest.settings.stream import StreamSettings
 
@@ -36,26 +39,53 @@ def client_options(kind: Any, settings: StreamSettings, patience: timedelta = PA
     }
     for name, value in DEFAULTS.items():
         options |= kafka_python_options(name, value)
-    for name, secret in settings.properties.items():
+    if (source := token_source(settings)) is not None:
+        options["sasl_oauth_token_provider"] = _Provider(source)
+    for name, value in settings.client_properties.items():
         try:
-            check("kafka-python", name, secret.get_secret_value())
+            if source is None or not name.startswith("sasl."):
+                check("kafka-python", name, value)
         except ValueError as exc:
             what = str(exc).partition("; ")[0]
             raise SettingsError(
                 f"stream.properties: what writes events is kafka-python, and {what}; the pipeline itself reads with "
                 f'stream.client = "{settings.client}"'
             ) from exc
-        options |= kafka_python_options(name, secret.get_secret_value())
+        options |= kafka_python_options(name, value)
     return {name: value for name, value in options.items() if name in kind.DEFAULT_CONFIG} | ours
+
+
+class _Provider(AbstractTokenProvider):  # type: ignore[misc]
+    """Hands tokens to kafka-python, which asks at each authentication, in the thread of its connections."""
+
+    def __init__(self, source: TokenSource) -> None:
+        super().__init__()
+        self._source = source
+
+    @override
+    def token(self) -> str:
+        return self._next().value
+
+    @override
+    def extensions(self) -> dict[str, str]:
+        return dict(self._next().extensions)
+
+    def _next(self) -> Token:
+        try:
+            return self._source.token()
+        except CredentialsError as exc:  # the connection is made again, as after others of its errors
+            raise kafka_errors.KafkaConnectionError(str(exc)) from exc
 
 
 def connect(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE, **options: Any) -> Any:
     """Return a kafka-python client of the given class, or raise BrokerError with the reason.
 
-    Tries to reach a broker for up to `patience`. kafka-python itself raises only that it could not bootstrap. It logs
-    the broker's answer, so the reason is taken from its log.
+    Tries to reach a broker for up to `patience`, once there is a token of `stream.token`. kafka-python itself raises
+    only that it could not bootstrap. It logs the broker's answer, so the reason is taken from its log.
     """
     error: Exception | None = None
+    if (source := token_source(settings)) is not None:
+        source.token()
     with _logged_errors() as logged:
         # A broker may close the connection before its refusal is read: a second attempt may find the reason.
         for _ in range(2 if "sasl.username" in settings.properties else 1):
@@ -68,21 +98,19 @@ def connect(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE,
             if any(isinstance(cause, _REFUSALS) for cause in logged):
                 break
     assert error is not None
-    raise _explained(settings.bootstrap_servers, settings.properties, error, logged) from error
+    raise _explained(settings, error, logged) from error
 
 
-def _explained(
-    servers: str, properties: Container[str], error: Exception, logged: Sequence[BaseException]
-) -> BrokerError:
+def _explained(settings: StreamSettings, error: Exception, logged: Sequence[BaseException]) -> BrokerError:
+    servers = settings.bootstrap_servers
     for cause in logged:
         if isinstance(cause, _REFUSALS):
-            return auth_error(servers, mechanism=isinstance(cause, kafka_errors.UnsupportedSaslMechanismError))
+            return auth_error(settings, mechanism=isinstance(cause, kafka_errors.UnsupportedSaslMechanismError))
     # kafka-python discards a refusal that it reads together with the end of the connection.
-    if "sasl.username" in properties and any("socket disconnected" in str(cause) for cause in logged):
-        return CredentialsError(
-            f"the Kafka broker at {servers} hangs up: it seems that it refuses the credentials, or the sasl.mechanism, "
-            "in stream.properties"
-        )
+    if "sasl.mechanism" in settings.client_properties and any("socket disconnected" in str(cause) for cause in logged):
+        what = "the credentials, or the sasl.mechanism, in stream.properties"
+        what = what if settings.token is None else f'the token of stream.token = "{settings.token}"'
+        return CredentialsError(f"the Kafka broker at {servers} hangs up: it seems that it refuses {what}")
     return BrokerError(unreachable(servers) or not_a_broker_message(servers, brief(logged[-1] if logged else error)))
 
 
