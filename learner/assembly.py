@@ -429,10 +429,9 @@ class Assembly:
 
         None also where the task has no measure.
         """
-        measures = self._gate.scorer.measures
-        if self.spec.measured_answers is None or measures.kind is None:
+        if self.spec.measured_answers is None or self._gate.scorer.measures.kind is None:
             return None
-        served = ServedAnswers(self.spec, self.setup.schema, measures)
+        served = ServedAnswers(self.spec, self.setup.schema, self._gate)
         self.stack.callback(served.close)
         return served
 

@@ -280,8 +280,8 @@ class GateSettings(Section):
     = 0.02}`; a fraction for `log_loss`, `mae`, `rmse` and `pinball_90`. `"auto"`: with two classes of which under 20 %
     of the newest labels are class 1, `average_precision` by `max_drop_new`; else none."""
     live: bool = True
-    """With `[stream.labels]` and `[serving.stream]`: whether the learner reads the answers back, and measures each
-    version by what it has served."""
+    """With `[stream.labels]` and `[serving.stream]`: whether the learner reads the answers back, measures each
+    version by what it has served, and withdraws one that is worse."""
     min_rows: Annotated[int, Field(ge=1)] = 1000
     """Held-out events that a verdict requires; with fewer a version is served, marked `inconclusive`."""
     max_hold: PositiveDuration = timedelta(minutes=10)

@@ -440,6 +440,22 @@ class QualityGate:
         """The version that serving should serve; None before the first."""
         return None if self._served is None else self._served.number
 
+    def has_failed(self, number: int) -> bool:
+        """Return whether the verdict of a version is `fail`."""
+        return _has_failed(self._versions, number)
+
+    def withdraw(self, verdict: Verdict, good: int, rows: HoldoutRows) -> None:
+        """Fail all versions after a good one, which serves again, unless that is gone or serves already.
+
+        Raises:
+            OSError: the verdict cannot be written now.
+        """
+        if self._served is None or self._served.number <= good:
+            return
+        if (last_good := self._read_baseline(good, rows)) is not None:
+            self._withdraw(verdict, last_good, good + 1)
+            self.by_measures.hold_back(verdict.reasons[0], rows)
+
     @property
     def needed(self) -> set[int]:
         """Versions that serving may roll back to, and that must not be deleted."""

@@ -7,6 +7,8 @@ import time
 import pytest
 from kafka import KafkaProducer
 
+from anabranch.learner.versions.format import Versions
+
 CONFIG = """
 batch_size = 16
 stop_timeout = "20s"
@@ -27,7 +29,7 @@ holdout_fraction = 0.1
 topics = ["{events}"]
 output = "{answers}"
 """
-RIGHT, WRONG = 4, 5
+RIGHT, WRONG = 1, 2
 """Versions: of one half of the answers that are right, and of another that are wrong."""
 
 
@@ -39,9 +41,9 @@ def label(number):
     return {"id": str(number), "y": number % 3}
 
 
-def answer(number):
-    """What a server writes: an answer that is right, or wrong, by the version that is named."""
-    chosen = number % 3 if number % 2 else (number + 1) % 3
+def answer(number, version):
+    """What a server writes: an answer that is right, or wrong by the version `WRONG`."""
+    chosen = (number + (version == WRONG)) % 3
     probabilities = [0.8 if each == chosen else 0.1 for each in range(3)]
     return {"prediction": chosen, "probabilities": probabilities}
 
@@ -52,15 +54,14 @@ class Answers:
     def __init__(self, kafka, make_topic):
         self.bootstrap, self.topic = kafka.bootstrap, make_topic(2)
 
-    def write(self, events, numbers, *, partition=0, timestamp_ms=None):
-        """Answer the events of partition 0, whose offsets are their numbers."""
+    def write(self, events, numbers, *, partition=0, timestamp_ms=None, version=None):
+        """Answer the events of partition 0, whose offsets are their numbers, by `version` or each by another."""
         with contextlib.closing(KafkaProducer(bootstrap_servers=self.bootstrap)) as producer:
             for number in numbers:
-                headers = [
-                    ("model_version", str(RIGHT if number % 2 else WRONG).encode()),
-                    ("anabranch-source", f"{events}[0]@{number}".encode()),
-                ]
-                value = json.dumps(answer(number)).encode()
+                by = version or (RIGHT if number % 2 else WRONG)
+                source = f"{events}[0]@{number}".encode()
+                headers = [("model_version", str(by).encode()), ("anabranch-source", source)]
+                value = json.dumps(answer(number, by)).encode()
                 producer.send(self.topic, value, None, headers, partition, timestamp_ms)
             producer.flush()
 
@@ -104,7 +105,7 @@ def test_each_version_is_measured_by_what_it_has_answered(kafka, served, answers
     assert counts(report) == {}
     produce(kafka.bootstrap, labels, list(map(label, range(300))), timestamp_ms=int(time.time() * 1000) + 60_000)
     report = learner.wait_for(lambda each: counts(each) == {"matched": 300} and len(each.live.served) == 3)
-    assert {name: each.rows for name, each in report.live.served.items()} == {"all": 300, "4": 150, "5": 150}
+    assert {name: each.rows for name, each in report.live.served.items()} == {"all": 300, "1": 150, "2": 150}
     assert report.live.waiting == 0
 
     def measured(each):
@@ -112,10 +113,10 @@ def test_each_version_is_measured_by_what_it_has_answered(kafka, served, answers
 
     report = learner.wait_for(measured)
     found = {name: each.value["balanced_accuracy"] for name, each in report.live.served.items()}
-    assert found == {"all": pytest.approx(0.5), "4": 1.0, "5": 0.0}
+    assert found == {"all": pytest.approx(0.5), "1": 1.0, "2": 0.0}
     both = report.live.served["all"]
     assert both.lower["balanced_accuracy"] < 0.5 < both.upper["balanced_accuracy"]
-    assert 'served_measure{measure="balanced_accuracy",version="4"} 1.0' in learner.get("/metrics")
+    assert 'served_measure{measure="balanced_accuracy",version="1"} 1.0' in learner.get("/metrics")
     assert learner.stop() == 0
 
 
@@ -168,3 +169,24 @@ def test_a_topic_of_answers_that_is_missing_is_a_sentence_until_it_is_there(
     learner.wait_for(lambda each: each.outcomes.get("label") == 40)  # training goes on
     create_topic(kafka.bootstrap, missing, 2)
     learner.wait_for(lambda each: not each.problems)
+
+
+def test_versions_that_answer_worse_than_the_one_before_are_withdrawn(kafka, served, answers, produce, start):
+    events, labels, write = served
+    config, later = write(), int(time.time() * 1000) + 60_000
+    text = config.read_text().replace('publish_every = "1h"', 'publish_every = "100ms"')
+    config.write_text(text.replace("[gate]", "[gate]\nmeasures = {log_loss = 0.02}"))
+    learner = start(config)
+    for numbers, version in ((range(300), RIGHT), (range(300, 600), WRONG)):
+        produce(kafka.bootstrap, events, list(map(event, numbers)), partition=0)
+        answers.write(events, numbers, version=version)
+        learner.wait_for(lambda each: each.live is not None and each.live.waiting == 300)
+        produce(kafka.bootstrap, labels, list(map(label, numbers)), timestamp_ms=later)
+        learner.wait_for(
+            lambda each, through=numbers.stop: counts(each).get("matched") == through and (each.version or 0) >= WRONG
+        )
+    learner.wait_for(lambda each: each.withdrawn)
+    verdict = Versions(learner.state_dir / "versions").verdict(WRONG)
+    assert verdict is not None
+    assert verdict.verdict == "fail"
+    assert f"from {WRONG} on have answered is worse than what version {RIGHT} has, by log_loss" in verdict.reasons[0]

@@ -48,7 +48,7 @@ def show(version: VersionArgument, config: Config, as_json: AsJson = False) -> N
     learner = read_report(config.state_dir)
     live = {} if learner is None or learner.live is None else learner.live.served
     served = live.get(str(one.number))
-    document = {**one.document(), "served": msgspec.to_builtins(served)}
+    document = {**one.document(), **({} if served is None else {"served": msgspec.to_builtins(served)})}
     output(document if as_json else None, lambda: render_one(one, served))
 
 

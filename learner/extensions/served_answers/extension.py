@@ -17,15 +17,18 @@ from anabranch.ingest.events.identity import partition_base
 from anabranch.ingest.events.partition import latest_incarnations
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.checkpoints.part_formats import Covers
+from anabranch.learner.evaluate.holdout import HoldoutRows
 from anabranch.learner.evaluate.measures import Estimate, Measure, Outcomes
-from anabranch.learner.evaluate.outcomes import Estimates, TaskMeasures, predicted_by
+from anabranch.learner.evaluate.outcomes import Estimates, predicted_by
 from anabranch.learner.extension import Extension
 from anabranch.learner.extensions.served_answers.join import PARTS, AnswerJoin, Rows
 from anabranch.learner.extensions.served_answers.topic import AnswerDecoder, AnswersReader, ReadAnswers
+from anabranch.learner.extensions.served_answers.watch import ServedWatch
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.status.report import LiveReport, ServedReport
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.stream.ledger import Ledger
+from anabranch.learner.versions.gate import QualityGate
 
 _EVERY_SECONDS = 0.5
 _SHARE = 50
@@ -41,14 +44,16 @@ class ServedAnswers(Extension):
 
     name = "served_answers"
 
-    def __init__(self, spec: PipelineSettings, schema: Schema, measures: TaskMeasures) -> None:
-        """`measures`: of the task, which has some."""
+    def __init__(self, spec: PipelineSettings, schema: Schema, gate: QualityGate) -> None:
+        """`gate`: of a task that has measures."""
+        measures = gate.scorer.measures
         answers, labels, kind = spec.measured_answers, spec.stream.labels, measures.kind
         assert answers is not None
         assert labels is not None
         assert kind is not None
         outputs = 1 if kind == "number" else schema.label.classes or 1
-        self._measures = measures
+        self._measures, self._outputs = measures, outputs
+        self._watch = ServedWatch(gate, self._outcomes_of)
         self._join = AnswerJoin(schema.label, outputs)
         decoder = AnswerDecoder(kind, outputs)
         self._reader = AnswersReader(spec.stream, answers.output, labels.wait, decoder, self._estimate)
@@ -75,7 +80,8 @@ class ServedAnswers(Extension):
             held_out = columns["outcome"] == _HELD_OUT
             labelled = (decided.scored | held_out) & (columns["reason"] == _NONE)
             found = {name: columns[name] for name in (*_KEPT, "time_ms")}
-            found |= {"label": decided.label, "labelled": labelled}
+            own = decided.predictions[:, : self._outputs]
+            found |= {"label": decided.label, "labelled": labelled, "own": own}
             self._decided.append({name: column[ended] for name, column in found.items()})
 
     @override
@@ -117,6 +123,14 @@ class ServedAnswers(Extension):
         self._join.erase(covers)
         self._outcomes = self._join.outcomes
         return 0
+
+    @override
+    def monitor(self, rows: HoldoutRows) -> None:
+        self._watch.run(self._outcomes, rows)
+
+    @override
+    def needed_versions(self) -> set[int]:
+        return set() if (good := self._watch.good) is None else {good}
 
     @property
     @override
@@ -214,13 +228,13 @@ class ServedAnswers(Extension):
     def _measure(self, rows: Rows, measure: Measure) -> Estimate | None:
         if not len(rows) or (measure.grouped and self._join.part < PARTS):  # groups lack events
             return None
-        return measure.estimate(self._outcomes_of(rows))
+        return measure.estimate(self._outcomes_of(rows, "output"))
 
-    def _outcomes_of(self, rows: Rows) -> Outcomes:
+    def _outcomes_of(self, rows: Rows, field: str) -> Outcomes:
         kind = self._measures.kind
         assert kind is not None
         with torch.no_grad():
-            output, label = (torch.from_numpy(np.ascontiguousarray(rows[name])) for name in ("output", "label"))
+            output, label = (torch.from_numpy(np.ascontiguousarray(rows[name])) for name in (field, "label"))
             predicted = predicted_by(kind, output, label).numpy()
         return self._measures.outcomes(predicted, {"label": rows["label"], "group_hash": rows["group_hash"]})
 

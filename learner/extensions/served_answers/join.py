@@ -52,6 +52,7 @@ class AnswerJoin:
                 ("settled", np.float64),
                 ("label", label.dtype, label.shape),
                 ("output", np.float32, (outputs,)),
+                ("own", np.float32, (outputs,)),
             ]
         )
         self._most = max(100, min(_ROWS, _BYTES // self._dtype.itemsize))
@@ -81,11 +82,11 @@ class AnswerJoin:
     def decide(
         self, columns: Mapping[str, Array], base: NDArray[np.uint64], labelled: NDArray[np.bool_], now: float
     ) -> None:
-        """Add the `label` of n events, of those that are `labelled` at `time_ms`; the others leave."""
+        """Add `label` and `own` prediction of n events, of those `labelled` at `time_ms`; the others leave."""
         keys = identity_hash(base, columns["offset"].astype(np.int64), columns["row"].astype(np.int32))
         at, is_there = self._find(keys)
         at, labelled = at[is_there], labelled[is_there]
-        for name in ("label", *_KEYS):
+        for name in ("label", "own", *_KEYS):
             self.rows[name][at] = columns[name][is_there]
         self.rows["labelled_ms"][at] = columns["time_ms"][is_there]
         self.rows["settled"][at] = now

@@ -14,6 +14,7 @@ from anabranch.learner.errors import SecondLearnerError
 from anabranch.learner.extensions.fleet.canary import CanaryJudge, CanaryServers, choose_canaries
 from anabranch.learner.extensions.fleet.extension import FleetExtension, FleetWatch
 from anabranch.learner.loop.loop_state import LoopState
+from anabranch.learner.model.answer_rule import AnswerRule, Calibration
 from anabranch.learner.object_storage.bucket_storage import BucketStorage
 from anabranch.learner.object_storage.fleet import FleetRollout, FleetServer, RolloutFile, write_server
 from anabranch.learner.object_storage.lease import Lease
@@ -148,6 +149,19 @@ def test_a_worse_version_is_rejected_on_events_that_came_since(trying):
     assert trying.judge.problem.startswith("version 2 was rejected on the canaries: worse than")
     assert trying.gate.hold.since is not None
     assert trying.update().canary is None, "it is not tried again"
+
+
+def test_a_canary_is_compared_by_what_its_calibration_makes_of_the_same_weights(make):
+    bench = make()
+    bench.update()
+    rule = AnswerRule(Calibration("platt", 500, bias=[0.0, 0.0, 60.0]))
+    manifest = msgspec.structs.replace(bench.versions.manifest(1), number=2, parent=1, rule=rule)
+    bench.versions.write(GOOD, manifest, Verdict("inconclusive"))
+    assert bench.update().canary == 2
+    bench.update()
+    bench.hold_out(LEAST)
+    assert bench.update().rolled_back == [2]
+    assert "worse than the served version on new events" in bench.reasons(2)
 
 
 def test_after_a_rejection_the_next_version_is_tried_and_promoted(trying):

@@ -43,7 +43,9 @@ class Bench:
 
     def labels(self, offsets, labelled=True):
         offsets = np.array(offsets)
-        columns = self.columns(offsets, label=offsets % 2, time_ms=np.full(len(offsets), 5000))
+        columns = self.columns(
+            offsets, label=offsets % 2, own=np.zeros((len(offsets), 2)), time_ms=np.full(len(offsets), 5000)
+        )
         self.join.decide(*columns, np.full(len(offsets), labelled), 50.0)
 
     def settle(self, first_open=OPEN, read_until=NOT_READ):
