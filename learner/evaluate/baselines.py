@@ -30,6 +30,8 @@ _MOST_SLOTS = 2**14
 """Groups are counted by their hash modulo this: groups that share a slot share a guess, and memory is bounded."""
 _MOST_COUNTS = 2**16
 """Slots times classes; with many classes there are fewer slots."""
+_FEW_CLASSES = 8
+"""So many classes are counted faster by a sum of each than by sorting."""
 _SMALLEST = 0.0005
 """A difference of parts that is no tenth of a point."""
 _RECENT = 63
@@ -70,15 +72,20 @@ class _MostFrequent:
         return guess_B
 
     def _add_to_one(self, label_B: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Do the same with a single slot, at a fifth of the time."""
+        """Do the same with a single slot, in less time: only classes that may lead are counted event by event."""
         counts, most, guess = self._counts[0], int(self._most[0]), int(self.guess[0])
-        count = counts[label_B] + _occurrence(label_B) + 1
-        reached = np.maximum.accumulate(np.concatenate([[most], count]))
-        self._most[0] = reached[-1]
-        counts += np.bincount(label_B, minlength=len(counts))
-        leads = np.flatnonzero(count > reached[:-1])
-        if not len(leads):
+        after = counts + np.bincount(label_B, minlength=len(counts))
+        may_lead = np.flatnonzero(after > most)
+        if may_lead.tolist() in ([], [guess]):
+            self._counts[0], self._most[0] = after, max(most, int(after[guess]))
             return np.full(len(label_B), guess)
+        if len(may_lead) <= _FEW_CLASSES:
+            largest = (counts[may_lead, None] + np.cumsum(label_B == may_lead[:, None], axis=1)).max(axis=0)
+        else:
+            largest = np.maximum.accumulate(counts[label_B] + _occurrence(label_B) + 1)
+        reached = np.maximum(largest, most)
+        leads = np.flatnonzero(np.diff(reached, prepend=most))
+        self._counts[0], self._most[0] = after, reached[-1]
         self.guess[0] = label_B[leads[-1]]
         # The guess changes after the event that leads.
         return np.repeat(np.concatenate([[guess], label_B[leads]]), np.diff(leads + 1, prepend=0, append=len(label_B)))
@@ -184,7 +191,7 @@ class Baselines:
             slot_B = (group_B.astype(np.uint64) % self._slots).astype(np.int64)
             found.append(self._priors[1].add(slot_B, label_B))
         self._last = label_B[-1].item()
-        return np.stack(found, axis=1)
+        return np.stack(found).T
 
     def score(self, guess_BG: NDArray[Any], label_B: Array) -> Sequence[float]:
         """Return the sum of the scores of each baseline, `[G]`: 1 for right and 0 for wrong, or minus the absolute
@@ -192,11 +199,9 @@ class Baselines:
         if not self.names:
             return ()
         if self._classes is not None:
-            score_BG = guess_BG == label_B[:, None]
-        else:
-            score_BG = -np.abs(guess_BG - label_B[:, None].astype(np.float64))
-        scores: list[float] = score_BG.sum(axis=0, dtype=np.float64).tolist()
-        return scores
+            return [float(np.count_nonzero(guess_B == label_B)) for guess_B in guess_BG.T]
+        number_B = label_B.astype(np.float64)
+        return [-float(np.abs(guess_B - number_B).sum()) for guess_B in guess_BG.T]
 
     def guess(self, group_N: Array) -> NDArray[np.float32]:
         """Return what each baseline answers for N events now, float32 `[N, G]`; `group_N`: hashes of groups, uint64."""

@@ -101,7 +101,7 @@ class ValueWatch:
         value_BF = np.stack([_largest(columns[name]) for name in self._names], axis=1)
         _, _, reach_F = self._bounds.add(value_BF)
         far_BF = (self._bounds.distance(value_BF) > FAR * reach_F) & (reach_F > 0)
-        for row, index in zip(*np.nonzero(far_BF), strict=True):
+        for row, index in np.argwhere(far_BF).tolist() if far_BF.any() else ():
             name = partitions[int(columns["partition"][row])]
             where, at = f"{name.topic}[{name.partition}]", int(columns["offset"][row])
             what = self._names[index]
@@ -486,13 +486,15 @@ class LearningStep:
 
     def _by_own_predictions(self, batch: Batch, finite: Sequence[Taken]) -> Scored:
         """Return the scores of the steps' own predictions, and of baselines, of events with a label."""
-        labelled = batch.new["labelled"].astype(np.bool_)
-        label, group = (batch.new[name][labelled] for name in ("label", "group_hash"))
+        labelled = batch.new["labelled"].astype(np.bool_, copy=False)
+        label, group = batch.new["label"], batch.new["group_hash"]
+        if not (all_labelled := bool(labelled.all())):
+            label, group = label[labelled], group[labelled]
         results = [each.result for each in finite if each.result is not None]
         score, loss = sum(each.score for each in results), sum(each.loss_new for each in results)
         outputs = [each.output_B for each in results if each.output_B is not None]
         # Not where a step has outputs of one rank alone, or also of events without a label.
-        if labelled.all() and len(outputs) == len(finite) and sum(map(len, outputs)) == len(label):
+        if all_labelled and len(outputs) == len(finite) and sum(map(len, outputs)) == len(label):
             predictions = predictions_of(self._trainer.task, outputs, label, group)
         else:
             predictions = tuple(_predictions(self._trainer.task, finite))

@@ -238,10 +238,10 @@ class TrainingLoop:
             self._parts.holdout.add(batch.held_out, names)
         if batch.relabelled:
             self._parts.holdout.relabel(batch.relabelled, names)
-        for trained in self._trained:
-            for step in taken:
-                if step.finite is not None:
-                    trained(step.batch, step.finite)
+        for step in taken if self._trained else ():
+            if (result := step.finite) is not None:
+                for trained in self._trained:
+                    trained(step.batch, result)
         for span in batch.spans:
             self.ledger.advance(span)  # what was skipped has left the batch
         for settle in self._settles:

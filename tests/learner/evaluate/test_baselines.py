@@ -42,20 +42,20 @@ def one_by_one(labels, of, classes):
 
 
 @given(
-    events=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=60),
+    events=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4)), max_size=60),
     ends=st.lists(st.integers(0, 60), max_size=4),
 )
 def test_each_event_sees_the_labels_of_those_before_it_however_long_rounds_are(events, ends):
     labels, of = np.array([y for y, _ in events], np.int64), groups(*(group for _, group in events))
-    found, rules = np.zeros(3), Baselines(schema_of(4))
+    found, rules = np.zeros(3), Baselines(schema_of(12))
     for part, group in zip(np.split(labels, sorted(ends)), np.split(of, sorted(ends)), strict=True):
         found += np.array(rules.add(part, group))
-    assert found.tolist() == one_by_one(labels.tolist(), of.tolist(), 4)
+    assert found.tolist() == one_by_one(labels.tolist(), of.tolist(), 12)
     # What is guessed next, as for events whose label comes late.
     guess = rules.guess(groups(0, 1, 2, 3, 4))
     for index in range(5):
         more = rules.score(guess[[index]], np.array([2]))
-        whole = one_by_one([*labels.tolist(), 2], [*of.tolist(), index], 4)
+        whole = one_by_one([*labels.tolist(), 2], [*of.tolist(), index], 12)
         assert (found + more).tolist() == whole
 
 
