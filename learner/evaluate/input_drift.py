@@ -311,9 +311,14 @@ class TimeShare:
         self._part, self._clock, self._work_clock = part, clock, work_clock
         self._rested_at = float("-inf")
 
+    @property
+    def rests(self) -> bool:
+        """Whether it is to rest."""
+        return self._clock() < self._rested_at
+
     def run(self, work: Callable[[], object]) -> None:
         """Call `work`, unless it is to rest."""
-        if self._clock() >= self._rested_at:
+        if not self.rests:
             begin = self._work_clock()
             work()
             self._rested_at = self._clock() + (self._part - 1) * (self._work_clock() - begin)

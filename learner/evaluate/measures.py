@@ -69,7 +69,7 @@ class Outcomes:
     def __len__(self) -> int:
         return len(self.label)
 
-    def where(self, marks_G: NDArray[Any]) -> "Outcomes":
+    def where(self, marks_G: NDArray[Any] | slice) -> "Outcomes":
         """Return those of the marked events, or of these indices."""
         group = self.group if self.group is None else self.group[marks_G]
         return Outcomes(self.kind, self.predicted[marks_G], self.label[marks_G], group)
@@ -94,7 +94,7 @@ class Measure:
         higher: whether higher is better.
         relative: whether a difference is a fraction of the value, since the value has no upper bound.
         of: returns the measure of some outcomes.
-        influence: returns the derivatives of the value by the weight of each event, `[G]`, at equal weights; None: it
+        influence: returns the derivatives of the value by the weight of each event, `[G]`, at weights `[G]`; None: it
             has none.
         grouped: whether it is one of ranking in groups.
     """
@@ -103,7 +103,7 @@ class Measure:
     higher: bool
     relative: bool
     of: Callable[[Outcomes], OfWeights]
-    influence: Callable[[Outcomes], Floats] | None = None
+    influence: Callable[[Outcomes, Floats], Floats] | None = None
     grouped: bool = False
 
     def value(self, outcomes: Outcomes, weights_G: NDArray[Any] | None = None) -> float:
@@ -126,7 +126,8 @@ class Measure:
     def estimate(self, outcomes: Outcomes) -> "Estimate | None":
         """Return the value with its 95 % interval; None where it is not defined.
 
-        The interval of ROC AUC is DeLong's, that of others of the bootstrap, which samples whole groups.
+        The interval of ROC AUC is DeLong's, that of smooth measures of the infinitesimal jackknife, for which see
+        `compare`, that of others of the bootstrap, which samples whole groups.
         """
         return self._estimate(outcomes, None, lambda: resamples(outcomes), len(outcomes))
 
@@ -137,21 +138,32 @@ class Measure:
         """
 
         def samples() -> Floats:
-            rng = np.random.default_rng(_SEED)
-            return rng.gamma(counts_G * certainty, size=(RESAMPLES, len(counts_G))) / certainty
+            rng, count = np.random.default_rng(_SEED), _resamples_of(len(counts_G))
+            return rng.gamma(counts_G * certainty, size=(count, len(counts_G))) / certainty
 
-        return self._estimate(outcomes, counts_G, samples, round(counts_G.sum()))
+        return self._estimate(outcomes, counts_G, samples, round(counts_G.sum()), certainty)
 
     def _estimate(
-        self, outcomes: Outcomes, weights_G: Floats | None, resample: Callable[[], Floats], rows: int
+        self,
+        outcomes: Outcomes,
+        weights_G: Floats | None,
+        resample: Callable[[], Floats],
+        rows: int,
+        certainty: float = 1.0,
     ) -> "Estimate | None":
         value = self.value(outcomes, weights_G)
         if not math.isfinite(value):
             return None
         constant = self.constant(outcomes, weights_G)
+        error: float | None = None
         if self.name == "roc_auc" and outcomes.group is None and weights_G is None:
-            error = _Z_95 * math.sqrt(delong([outcomes])[0, 0])
-            return Estimate(value, max(0.0, value - error), min(1.0, value + error), rows, constant)
+            error = math.sqrt(delong([outcomes])[0, 0])
+        elif self.influence is not None:
+            weights_G = np.ones(len(outcomes)) if weights_G is None else weights_G
+            error = _error(self.influence(outcomes, weights_G) * np.sqrt(weights_G / certainty), outcomes)
+        if error is not None:
+            low, high = value - _Z_95 * error, value + _Z_95 * error
+            return Estimate(value, max(0.0, low), high if self.relative else min(1.0, high), rows, constant)
         samples = self.of(outcomes)(resample())
         samples = samples[np.isfinite(samples)]
         low, high = np.quantile(samples, (0.025, 0.975)) if len(samples) else (value, value)
@@ -173,11 +185,8 @@ class Measure:
             covariance = delong([candidate, baseline])
             error = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
         elif self.influence is not None:
-            influence_G = self.influence(baseline) - self.influence(candidate)
-            if candidate.group is not None:
-                unit_G = np.unique(_group_of_each(candidate.group), return_inverse=True)[1]
-                influence_G = np.bincount(unit_G, influence_G).astype(np.float64)
-            error = math.sqrt(float((influence_G**2).sum()))
+            equal_G = np.ones(len(candidate))
+            error = _error(self.influence(baseline, equal_G) - self.influence(candidate, equal_G), candidate)
         else:
             weights_RG = resamples(candidate)
             samples = self.of(baseline)(weights_RG) - self.of(candidate)(weights_RG)
@@ -223,8 +232,20 @@ def resamples(outcomes: Outcomes) -> Floats:
     unit_G = None if outcomes.group is None else np.unique(_group_of_each(outcomes.group), return_inverse=True)[1]
     units = len(outcomes) if unit_G is None else int(unit_G.max(initial=-1)) + 1
     cells = outcomes.predicted.size if outcomes.kind == "labels" else len(outcomes)
-    counts_RU = _resamples(units, max(_FEWEST_RESAMPLES, min(RESAMPLES, _MOST_CELLS // max(1, cells))))
+    counts_RU = _resamples(units, _resamples_of(cells))
     return counts_RU if unit_G is None else counts_RU[:, unit_G]
+
+
+def _resamples_of(cells: int) -> int:
+    return max(_FEWEST_RESAMPLES, min(RESAMPLES, _MOST_CELLS // max(1, cells)))
+
+
+def _error(influence_G: Floats, outcomes: Outcomes) -> float:
+    """Return a standard error from the influence of each event; the events of a group depend on each other."""
+    if outcomes.group is not None:
+        unit_G = np.unique(_group_of_each(outcomes.group), return_inverse=True)[1]
+        influence_G = np.bincount(unit_G, influence_G).astype(np.float64)
+    return math.sqrt(float((influence_G**2).sum()))
 
 
 @lru_cache(maxsize=2)  # those of the holdout set and of a full window, which are asked for again and again
@@ -297,10 +318,10 @@ def _average_precision(score_G: NDArray[Any], positive_G: NDArray[Any]) -> OfWei
     return of
 
 
-def _influence_on_average_precision(outcomes: Outcomes) -> Floats:
+def _influence_on_average_precision(outcomes: Outcomes, weights_G: Floats) -> Floats:
     """The derivatives of average precision: an event counts in the precision at all thresholds that it is above."""
     score_G, positive_G = outcomes.predicted[:, 0], (outcomes.label == 1).astype(np.float64)
-    hits, above = (each[0] for each in _curve(score_G, positive_G)(np.ones((1, len(score_G)))))
+    hits, above = (each[0] for each in _curve(score_G, positive_G)(weights_G[None]))
     rises, total = np.diff(hits, prepend=0.0), hits[-1]
     # The events with the lowest scores are above the last threshold alone.
     gains, losses = (np.cumsum(each[::-1])[::-1] for each in (rises / above, hits * rises / above**2))
@@ -551,9 +572,9 @@ def _mean_of_groups(first_U: NDArray[np.int64], value_U: Floats, counts_U: NDArr
     return lambda weights_RG: mean(weights_RG[:, first])
 
 
-def _centred(value_G: Floats) -> Floats:
+def _centred(value_G: Floats, weights_G: Floats) -> Floats:
     """Return the derivatives of a mean by the weights."""
-    result: Floats = (value_G - value_G.mean()) / len(value_G)
+    result: Floats = (value_G - np.average(value_G, weights=weights_G)) / weights_G.sum()
     return result
 
 
@@ -587,11 +608,11 @@ _FIXED: Mapping[str, Callable[[Outcomes], OfWeights]] = {
     "rmse": _rmse,
     "mrr": _mrr,
 }
-_INFLUENCE: Mapping[str, Callable[[Outcomes], Floats]] = {
+_INFLUENCE: Mapping[str, Callable[[Outcomes, Floats], Floats]] = {
     "average_precision": _influence_on_average_precision,
-    "log_loss": lambda outcomes: _centred(_log_losses(outcomes)),
-    "brier": lambda outcomes: _centred(_squares(outcomes)),
-    "mae": lambda outcomes: _centred(np.abs(_errors(outcomes))),
+    "log_loss": lambda outcomes, weights_G: _centred(_log_losses(outcomes), weights_G),
+    "brier": lambda outcomes, weights_G: _centred(_squares(outcomes), weights_G),
+    "mae": lambda outcomes, weights_G: _centred(np.abs(_errors(outcomes)), weights_G),
 }
 _WITH_NUMBER: Mapping[str, Callable[[float], Callable[[Outcomes], OfWeights]]] = {
     "recall_at_precision": _recall_at_precision,
@@ -658,6 +679,12 @@ def _stem(name: str) -> str:
 # --- of a stream ---
 
 
+def _finite(outcomes: Outcomes) -> Outcomes:
+    """Return those of which all values are finite."""
+    finite_B = np.isfinite(outcomes.predicted).all(axis=1)
+    return outcomes if finite_B.all() else outcomes.where(finite_B)
+
+
 class Window:
     """The outcomes of the newest events, exact. Used by one thread."""
 
@@ -676,18 +703,19 @@ class Window:
 
     def add(self, new: Outcomes) -> None:
         """Add events in the order in which they came; those with a value that is not finite are left out."""
-        finite = np.flatnonzero(np.isfinite(new.predicted).all(axis=1))[-self._rows :]
-        at = (self._next + np.arange(len(finite))) % self._rows
-        self._predicted[at], self._label[at] = new.predicted[finite], new.label[finite]
-        self._group[at] = 0 if new.group is None else new.group[finite]
-        self._next += len(finite)
+        new = _finite(new).where(slice(-self._rows, None))
+        at = (self._next + np.arange(len(new))) % self._rows
+        self._predicted[at], self._label[at] = new.predicted, new.label
+        self._group[at] = 0 if new.group is None else new.group
+        self._next += len(new)
 
     @property
     def outcomes(self) -> Outcomes:
         """The events that are kept, the oldest first."""
-        at = (self._next - len(self) + np.arange(len(self))) % self._rows
-        group = self._group[at]
-        return Outcomes(self._kind, self._predicted[at], self._label[at], group if group.any() else None)
+        first = self._next % self._rows if self._next > self._rows else 0
+        in_order = (np.roll(each[: len(self)], -first, axis=0) for each in (self._predicted, self._label, self._group))
+        predicted, label, group = in_order
+        return Outcomes(self._kind, predicted, label, group if group.any() else None)
 
 
 class FadedCounts:
@@ -708,16 +736,15 @@ class FadedCounts:
 
     def add(self, new: Outcomes) -> None:
         """Add events in the order in which they came; those with a value that is not finite are left out."""
-        finite = np.flatnonzero(np.isfinite(new.predicted[:, 0]))
-        if not len(finite):
+        if not (count := len(new := _finite(new))):
             return
-        odds_B = np.clip(new.predicted[finite, 0].astype(np.float64), -_MOST_ODDS, _MOST_ODDS)
+        odds_B = np.clip(new.predicted[:, 0].astype(np.float64), -_MOST_ODDS, _MOST_ODDS)
         bin_B = np.minimum(((odds_B + _MOST_ODDS) / _BIN_WIDTH).astype(np.int64), _ODDS_BINS - 1)
-        if len(self._weights) < len(finite):
-            self._weights = self._fading ** np.arange(len(finite))
-        weight_B = self._weights[len(finite) - 1 :: -1]
-        at = bin_B + _ODDS_BINS * (new.label[finite] == 1)
-        faded = self._fading ** len(finite)
+        if len(self._weights) < count:
+            self._weights = self._fading ** np.arange(count)
+        weight_B = self._weights[count - 1 :: -1]
+        at = bin_B + _ODDS_BINS * (new.label == 1)
+        faded = self._fading**count
         self._counts *= faded
         self._counts += np.bincount(at, weight_B, 2 * _ODDS_BINS).reshape(2, -1)
         self._squares = self._squares * faded**2 + float((weight_B**2).sum())

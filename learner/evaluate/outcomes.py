@@ -40,7 +40,7 @@ _WAITING, _WAITING_BYTES = 5000, 8 << 20
 """Events whose predictions are copied to the host at once, and bytes on the device that they take at most."""
 _RECENT, _RECENT_BYTES = 10_000, 8 << 20
 """Events whose outputs are kept for a calibration, and the most bytes: of more than 209 classes these are fewer."""
-_SHARE = 400
+_SHARE = 800
 """Estimates take at most 1 / `_SHARE` of a processor."""
 
 

@@ -49,7 +49,7 @@ def remove_reference(state_dir: Path) -> None:
 
 
 PREDICTIONS = "predictions"
-_PART = 400
+_PART = 800
 """Of the time of steps inputs take 1 / `_PART` at most, and predictions as much."""
 _REPORTED = 20
 """Columns in reports, those with the largest PSI."""
@@ -170,9 +170,10 @@ class InputDrift(Extension):
 
     @override
     def trained(self, batch: Batch, result: StepResult) -> None:
-        if result.output_B is not None and len(batch):
-            self._predictions.seen += len(batch)
-            self._prediction_rest.run(lambda: self._add(self._predictions, self._predicted(result), batch))
+        if result.output_B is not None and (rows := len(batch)):
+            self._predictions.seen += rows
+            if not self._prediction_rest.rests:
+                self._prediction_rest.run(lambda: self._add(self._predictions, self._predicted(result), batch))
 
     @override
     def settle(self, batch: Batch) -> None:

@@ -293,6 +293,14 @@ def test_events_fade_alike_however_they_are_divided_into_rounds(sizes, half_life
     assert again.state() == rounds.state()
 
 
+@pytest.mark.parametrize("name", ["average_precision", "log_loss", "brier"])
+def test_the_interval_of_counts_is_that_of_their_events(name):
+    outcomes, counts, measure = two_classes(rows=5000), FadedCounts(np.inf), measure_of(name, "two-classes")
+    counts.add(outcomes)
+    of_events, of_counts = measure.estimate(outcomes), counts.estimate(measure)
+    assert of_counts.high - of_counts.low == pytest.approx(of_events.high - of_events.low, rel=0.02)
+
+
 def test_faded_counts_follow_a_change():
     good, counts = two_classes(rows=20_000, rate=0.2), FadedCounts(2000)
     bad = Outcomes("two-classes", -good.predicted, good.label)
@@ -355,6 +363,9 @@ def test_a_measure_that_the_task_has_not_is_named(name, kind, words):
 )
 def test_the_influence_of_an_event_is_the_derivative_by_its_weight(name, outcomes):
     measure, step = measure_of(name, outcomes.kind), 1e-6
-    around = [[measure.value(outcomes, 1 + sign * step * row) for sign in (1, -1)] for row in np.eye(len(outcomes))]
-    derivatives = np.subtract(*np.transpose(around)) / (2 * step)
-    assert measure.influence(outcomes) == pytest.approx(derivatives, abs=1e-7)
+    for weights in (np.ones(len(outcomes)), np.linspace(0.5, 2.0, len(outcomes))):
+        around = [
+            [measure.value(outcomes, weights + sign * step * row) for sign in (1, -1)] for row in np.diag(weights)
+        ]
+        derivatives = np.subtract(*np.transpose(around)) / (2 * step) / weights
+        assert measure.influence(outcomes, weights) == pytest.approx(derivatives, abs=1e-7)
