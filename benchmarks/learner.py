@@ -16,7 +16,8 @@
     overhead a model too small to matter, on events from memory: CPU time of the loop's thread that a plain loop in the
              same thread does not take, of steps with 64 and with 512 new events; in blocks of 4,096 events, and in
              blocks of one step, as of wide events or of many partitions
-    measures the same with two and with ten classes: what measures and baselines of new events take of that CPU time
+    measures the same with two and with ten classes: what measures, baselines and drift of new events take of that CPU
+             time; of 16 features, too, since drift is not that of wide vectors
 
 In the first six parts the learner reads a live topic of packed rows, replays one old event for each new one,
 publishes every second and checkpoints every 30 seconds. The baseline loop trains the same model with the same
@@ -419,9 +420,9 @@ def overhead(results: Results, sizes: Sizes, _bootstrap: str) -> None:
 
 
 def measures(results: Results, sizes: Sizes, _bootstrap: str) -> None:
-    """Measure what measures of new events take of the loop's thread, at the default batch size."""
+    """Measure what measures of new events and drift of inputs, of the narrow ones, take of the loop's thread."""
     events, rounds = sizes.overhead
-    for name, widths in (("tiny", TINY), ("small", [FEATURES, 256, 128, 10])):
+    for name, widths in (("tiny", TINY), ("small", [FEATURES, 256, 128, 10]), ("narrow", [16, 256, 128, 10])):
         for classes in (2, 10):
             results.title(
                 f"measures: {widths[:-1]} to {classes}, 64 new and 64 old events a step; CPU time of the loop"

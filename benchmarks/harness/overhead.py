@@ -28,6 +28,7 @@ from anabranch.ingest.reader.reader import BlockReader
 from anabranch.learner.assembly import learn
 from anabranch.learner.evaluate.baselines import Baselines
 from anabranch.learner.evaluate.outcomes import StreamOutcomes
+from anabranch.learner.extensions.input_drift.extension import InputDrift
 from anabranch.learner.loop import learning_step
 from anabranch.learner.loop.reporter import Reporter
 from anabranch.learner.loop.training_loop import Task, TrainingLoop
@@ -48,8 +49,9 @@ class MemorySource:
     unknown_fields = overweight = 0
 
     def __init__(self, schema: Schema, rows: int) -> None:
-        self._columns = fake_columns(schema, range(BLOCK), label=range(schema.label.classes or 0))
-        self._columns["feature.x"] = np.random.default_rng(0).random((BLOCK, FEATURES), np.float32)
+        self._columns, random = fake_columns(schema, range(BLOCK)), np.random.default_rng(0)
+        self._columns["feature.x"] = random.random((BLOCK, self._columns["feature.x"].shape[1]), np.float32)
+        self._columns["label"] = random.integers(schema.label.classes or 1, size=BLOCK)
         self._rows = rows
         self._sent = 0
         self.ends_time: float | None = None
@@ -137,11 +139,14 @@ MEASURING: Sequence[tuple[Any, str, str]] = (
     (learning_step, "predictions_of", "round"),
     (Baselines, "add", "round"),
     (StreamOutcomes, "add", "round"),
+    (InputDrift, "trained", "second"),
+    (InputDrift, "settle", "second"),
     (Reporter, "_measures", "second"),
     (Reporter, "_classes", "second"),
     (Reporter, "_baselines", "second"),
 )
-"""Functions of the loop's thread that compute measures, and when; none calls another one."""
+"""Functions of the loop's thread that compute measures and drift of inputs, and when; none calls another one. Those of
+a second are called more often, but work for a share of the time."""
 
 
 def measure(
@@ -156,12 +161,12 @@ def measure(
     """Return CPU seconds a step of the loop's thread, and of a plain loop, over turns of at least `steps` steps.
 
     Both have one thread of torch, and train on as many old events as new ones. Blocks have `rows` events, a divisor of
-    `BLOCK`. `widths`: of the model, from `FEATURES` to its classes. `parts`: functions whose time is `Turns.parts`,
+    `BLOCK`. `widths`: of the model, from its inputs to its classes. `parts`: functions whose time is `Turns.parts`,
     by their owners.
     """
     model = {"factory": "mlp", "args": {"widths": [*widths]}}
     described = {
-        "features": {"x": {"dtype": "float32", "shape": [FEATURES]}},
+        "features": {"x": {"dtype": "float32", "shape": [widths[0]]}},
         "label": {"name": "y", "classes": widths[-1]},
     }
     sections = {
@@ -176,7 +181,7 @@ def measure(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        plain = plain_steps(model, optimizer, batch, FEATURES)
+        plain = plain_steps(model, optimizer, batch, widths[0])
         turns = Turns(plain, steps, rounds, stop)
 
         def run_in_turns(loop: TrainingLoop, stop: threading.Event, tasks: Sequence[Task]) -> None:
