@@ -251,3 +251,15 @@ def test_a_row_group_that_would_fill_the_memory_is_not_read_as_a_whole(monkeypat
     assert rows.group(0, ["y"]).num_rows == ROWS
     with pytest.raises(ValueError, match=r"row group 0 takes 3.9 GB of memory"):
         rows.group(0, ["s"])
+
+
+def test_a_line_of_csv_that_is_too_long_is_one_reject_and_is_not_kept(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("x,y\n1,0\n" + "9" * 3_000_000 + ",1\n2,1\n" + "8" * 2000)
+    history = FileHistory(BackfillSettings(files=(str(path),)), SCHEMA, seed=0, longest=1000)
+    history.list_files(None)
+    found = read(history)
+    assert np.concatenate([rows.decoded.columns["feature.x"] for rows in found]).tolist() == [1, 2]
+    rejects = [(int(rows.offset[each.message]), each.reason) for rows in found for each in rows.decoded.rejects]
+    assert rejects == [(1, "oversized: more than 1000 bytes"), (3, "oversized: more than 1000 bytes")]
+    assert all(len(rows.text(each.message)) < 2000 for rows in found for each in rows.decoded.rejects)
