@@ -160,6 +160,28 @@ def test_an_erasure_covers_rows_that_are_not_read_yet_in_all_passes(kafka, make_
 
 
 @pytest.mark.slow
+def test_deletes_in_a_history_erase_what_they_follow_and_nothing_later(
+    kafka, make_topic, write_pipeline, start, tmp_path
+):
+    rows = [{**each, "k": "anna" if n in (7, 250, 450) else f"other-{n}"} for n, each in enumerate(events(500))]
+    changes = [{"op": "c", "before": None, "after": row} for row in rows]
+    changes.insert(300, {"op": "d", "before": {"k": "anna"}, "after": None})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in changes))
+    stream = 'envelope = "debezium"\n[stream.backfill]\nfiles = ["a.jsonl"]\nepochs = 2\n'
+    keyed = CONFIG.replace("holdout_fraction = 0.1", "holdout_fraction = 0") + '[schema.key]\nname = "k"\n'
+    config = write_pipeline(kafka.bootstrap, make_topic(), keyed, stream=stream)
+    learner = start(config)
+    report = learner.wait_for(lambda report: done(report, 2 * len(changes)))
+    assert adds_up(report)
+    assert (report.outcomes["dead_lettered"], report.skipped["tombstone"], report.skipped["deleted"]) == (0, 1, 1)
+    assert learner.stop() == 0
+    left = list(read_sample(load_config(config, {}), 10_000, [], None))
+    anna = f"{int(hash_texts([b'anna'])[0]):016x}"
+    assert {event["event"] for event in left if event["key_hash"] == anna} == {"history#0[0]@451"}
+    assert len({event["event"] for event in left}) == 498
+
+
+@pytest.mark.slow
 def test_the_history_may_be_removed_once_it_is_read_also_from_a_deterministic_stream(
     kafka, make_topic, produce, write_pipeline, start, tmp_path
 ):
