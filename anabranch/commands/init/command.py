@@ -203,7 +203,7 @@ def first_results(
 
 
 _NEXT_OF_FILE = """\
-  anabranch backtest {0}    # how well it would have learned
+  anabranch backtest {0}    # the same on the whole file
   anabranch produce {0} --create-topic    # needs the Kafka broker that pipeline.toml names
   anabranch up                                     # learn from the topic, and serve
 """
