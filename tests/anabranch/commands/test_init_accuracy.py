@@ -16,7 +16,7 @@ from anabranch.commands.backtest.measure import run_backtest
 from anabranch.commands.backtest.rows import EventsOfFile
 from anabranch.commands.init.command import write_sampled
 from anabranch.commands.init.sample import sample_of_file
-from anabranch.commands.versions.export.program import _Program, _traced
+from anabranch.commands.versions.export.program import ServedProgram, _traced
 from anabranch.config.loader import load_config
 from anabranch.learner.model.factory import build_model, make_task, sample
 
@@ -107,7 +107,7 @@ def test_what_was_learned_answers_the_same_when_it_is_exported(tmp_path, made, l
         learner.learn({name: [row.get(name) for row in rows] for name in rows[0]})
         learned = learner.model.eval()
     cpu, names = torch.device("cpu"), [feature.name for feature in schema.features]
-    program = _Program(learned, make_task("classification"), names, None)
+    program = ServedProgram(learned, make_task("classification"), names, None)
     examples = [sample(schema, count, cpu) for count in (3, 5)]
     traced = _traced(program, list(examples[0].values()), 1).module()
     for features in examples:

@@ -18,7 +18,7 @@ from anabranch.commands.backtest.rows import EventsOfFile
 from anabranch.commands.event_files.files import open_source
 from anabranch.commands.init.command import write_sampled
 from anabranch.commands.init.sample import _columns, _described, _identifiers, sample_of_file, sampled_pipeline
-from anabranch.commands.versions.export.program import _Program, _traced
+from anabranch.commands.versions.export.program import ServedProgram, _traced
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
@@ -113,7 +113,7 @@ def test_the_model_fits_the_schema_and_all_events_can_be_used(file, monkeypatch)
     model = FeatureLearning().convert(model, ModelContext(cpu, schema)).eval()
     assert check_model(model, task, schema, cpu) == (2,)
     names = [feature.name for feature in schema.features]
-    program, rows = _Program(model, task, names, None), [sample(schema, count, cpu) for count in (3, 5)]
+    program, rows = ServedProgram(model, task, names, None), [sample(schema, count, cpu) for count in (3, 5)]
     traced = _traced(program, list(rows[0].values()), 1).module()
     for features in rows:
         answers = zip(traced(*features.values()).values(), program(*features.values()).values(), strict=True)
