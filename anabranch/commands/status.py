@@ -34,10 +34,12 @@ from anabranch.learner.status.report import (
     LearnerReport,
     LiveReport,
     SearchReport,
+    SliceReport,
     StorageReport,
     UndoReport,
     no_better,
     served_text,
+    worst_first,
 )
 from anabranch.learner.status.report import read_report as read_learner
 from anabranch.runtime.console import PlainConsole
@@ -50,6 +52,7 @@ from anabranch.serving.reporting.report import read_report as read_serving
 _BAR_COLUMNS = 40
 _FEWEST_OF_CLASS = 10
 """Events of a class that may be named the worst."""
+_MOST_SLICES = 5
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "_seconds": lambda seconds: _duration(seconds),
     "_bytes": size_text,
@@ -211,6 +214,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row("" if number else "baselines", _baseline(report, baseline))
     if report.newest_classes:
         table.add_row("worst class", _worst_class(report.newest_classes))
+    if report.slices:
+        table.add_row("worst slices", _worst_slices(report.slices))
     if report.loss:
         table.add_row("loss", _pairs({k: f"{v:.4g}" for k, v in report.loss.items()}))
     if report.forgetting is not None:
@@ -282,6 +287,16 @@ def _worst_class(classes: Mapping[str, ClassReport]) -> str:
     name, worst = min(enough.items(), key=lambda item: item[1].recall or 0.0)
     right = "never answered" if not worst.answered else f"right in {worst.found:,} of {worst.answered:,} answers"
     return f"{name}: {worst.found:,} of the newest {worst.support:,} found ({worst.recall or 0.0:.1%}), {right}"
+
+
+def _worst_slices(slices: Mapping[str, SliceReport]) -> Text:
+    """Say how the newest version does in the worst slices, and which are not compared; all are in the report."""
+    enough = {name: each for name, each in slices.items() if each.rows >= _FEWEST_OF_CLASS}
+    lines = [f"{name} {each.words()}" for name, each in worst_first(enough)[:_MOST_SLICES]]
+    few = [name for name, each in slices.items() if not each.compared]
+    if few and len(few) < len(slices):
+        lines.append(f"{_count(len(few), 'slice')} with too few events to compare: {', '.join(few[:_MOST_SLICES])}")
+    return Text("\n".join(lines), style="yellow" if any(each.worse for each in slices.values()) else "")
 
 
 def _baseline(report: LearnerReport, baseline: BaselineReport) -> Text:

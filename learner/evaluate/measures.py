@@ -17,7 +17,7 @@ Legend: G events, K columns of an outcome, C classes, R resamples, E thresholds,
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -44,6 +44,11 @@ _MOST_ODDS = 20.0
 """Log-odds beyond it, of which chance has one in 500 million, count as it."""
 _BIN_WIDTH = 2 * _MOST_ODDS / _ODDS_BINS
 _LEAST = 1e-300
+_NAME = re.compile("[a-z][a-z0-9_]*")
+_TAKEN = ("now", "new", "old", "best", "served", "worst", "worst_group", "rows", "overall", "watch", "accuracy")
+"""Names of other numbers of versions."""
+_LONGEST = 200
+"""Characters of an error of the user's in a sentence."""
 _CONSTANT_DIGITS = 12
 """After the point: a constant has a calibration error of 0, which is not to be seen as 5e-18."""
 
@@ -105,6 +110,8 @@ class Measure:
     of: Callable[[Outcomes], OfWeights]
     influence: Callable[[Outcomes, Floats], Floats] | None = None
     grouped: bool = False
+    own: "OwnFunction | None" = None
+    """What the user's task gave it; it takes no weights but counts."""
 
     def value(self, outcomes: Outcomes, weights_G: NDArray[Any] | None = None) -> float:
         """Return the value on the events; NaN where it is not defined, as without an event of either class."""
@@ -117,7 +124,7 @@ class Measure:
         """Return the value that one prediction for all events has at best; NaN where it is not defined.
 
         It is the shares of the classes, and of numbers the mean for RMSE, the quantile for pinball loss, and else the
-        median.
+        median. For a measure of the user's it is not necessarily the best.
         """
         if not len(outcomes):
             return math.nan
@@ -129,13 +136,17 @@ class Measure:
         The interval of ROC AUC is DeLong's, that of smooth measures of the infinitesimal jackknife, for which see
         `compare`, that of others of the bootstrap, which samples whole groups.
         """
-        return self._estimate(outcomes, None, lambda: resamples(outcomes), len(outcomes))
+        most = None if self.own is None else _FEWEST_RESAMPLES
+        return self._estimate(outcomes, None, lambda: resamples(outcomes)[:most], len(outcomes))
 
     def estimate_of_counts(self, outcomes: Outcomes, counts_G: Floats, certainty: float) -> "Estimate | None":
         """Return the value with its 95 % interval where each outcome stands for a count of events.
 
-        `certainty`: how many events without fading say as much as one of the counts, 1 or more.
+        `certainty`: how many events without fading say as much as one of the counts, 1 or more. None for a measure of
+        the user's, which takes no fractions of events.
         """
+        if self.own is not None:
+            return None
 
         def samples() -> Floats:
             rng, count = np.random.default_rng(_SEED), _resamples_of(len(counts_G))
@@ -193,6 +204,57 @@ class Measure:
             samples = samples[np.isfinite(samples)]
             error = float(samples.std(ddof=1)) if len(samples) > 1 else math.inf
         return Difference(*values, sign * (values[1] - values[0]) / unit, error / unit, len(candidate))
+
+
+OwnFunction = Callable[[NDArray[Any], NDArray[Any]], float]
+"""A measure of the user's: see `TaskMeasure`."""
+
+
+def own_measure(name: str, function: OwnFunction, *, higher: bool, relative: bool) -> Measure:
+    """Return a measure that a function of the user's computes; its value is NaN where the function raises.
+
+    Raises:
+        ValueError: the name is taken, or is none.
+    """
+    taken = {*_FIXED, *_WITH_NUMBER, *_TAKEN}
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or _stem(name) in taken:
+        raise ValueError(f"{name!r} is no name for a measure, or it is taken; write another of a-z, 0-9 and _")
+
+    def of(outcomes: Outcomes) -> OfWeights:
+        answer_G, label_G = _answers(outcomes), outcomes.label
+
+        def value(weights_G: Floats) -> float:
+            at = np.repeat(np.arange(len(label_G)), weights_G.astype(np.int64))
+            try:
+                return float(function(answer_G[at], label_G[at]))
+            except Exception:  # noqa: BLE001 the user's own code may raise anything; `fault_of` says what
+                return math.nan
+
+        return lambda weights_RG: np.array([value(weights_G) for weights_G in weights_RG])
+
+    return Measure(name, higher, relative, of, own=function)
+
+
+def fault_of(measure: Measure, outcomes: Outcomes) -> str | None:
+    """Return in one sentence why a measure of the user's has no finite value on the events; None where it has one."""
+    assert measure.own is not None
+    try:
+        value = float(measure.own(_answers(outcomes).copy(), outcomes.label.copy()))
+    except Exception as exc:  # noqa: BLE001 the user's own code may raise anything
+        what = f"raised {type(exc).__name__}: {' '.join(str(exc).split())[:_LONGEST]}"
+    else:
+        if math.isfinite(value):
+            return None
+        what = f"returned {value}"
+    return f'the measure "{measure.name}" of model.task {what}, on {len(outcomes)} events'
+
+
+def _answers(outcomes: Outcomes) -> NDArray[Any]:
+    """Return what a measure of the user's gets of the predictions: see `TaskMeasure`."""
+    if outcomes.kind == "classes":
+        return outcomes.predicted[:, 0].astype(np.int64)
+    predicted = outcomes.predicted if outcomes.kind == "labels" else outcomes.predicted[:, 0]
+    return predicted.astype(np.float64) if outcomes.kind == "number" else probability_of(predicted)
 
 
 @dataclass(frozen=True)
@@ -647,8 +709,8 @@ def measures_of(kind: Kind, *, groups: bool = False) -> tuple[str, ...]:
     return (*_OF_KIND[kind], *(_IN_GROUPS if ranked else ()))
 
 
-def measure_of(name: str, kind: Kind, *, groups: bool = False) -> Measure:
-    """Return the measure with this name for this kind of prediction.
+def measure_of(name: str, kind: Kind, *, groups: bool = False, others: Iterable[str] = ()) -> Measure:
+    """Return the measure with this name for this kind of prediction; `others` are known too.
 
     The number at the end of a name is of the user's choice: percent of precision, of the events, or a quantile; or how
     many classes or events count.
@@ -659,7 +721,7 @@ def measure_of(name: str, kind: Kind, *, groups: bool = False) -> Measure:
     known = {_stem(each): each for each in measures_of(kind, groups=groups)}
     stem = _stem(name)
     if stem not in known or (name != stem) != (stem in _WITH_NUMBER):
-        raise ValueError(f'"{name}" is no measure of this task, which has {", ".join(known.values())}')
+        raise ValueError(f'"{name}" is no measure of this task, which has {", ".join([*known.values(), *others])}')
     if stem in _FIXED:
         of = _FIXED[stem]
     else:

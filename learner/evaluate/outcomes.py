@@ -4,6 +4,8 @@ Legend: B events, G held-out ones, C classes, K columns of an outcome.
 """
 
 import itertools
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +26,13 @@ from anabranch.learner.evaluate.measures import (
     Measure,
     Outcomes,
     Window,
+    fault_of,
     measure_of,
     measures_of,
+    own_measure,
 )
 from anabranch.learner.model.answers import LEAST, Answers
-from anabranch.learner.model.task import Classification, MultiLabel, Regression, Task
+from anabranch.learner.model.task import Classification, MultiLabel, Regression, Task, TaskMeasure
 
 _MOST_LABELS = 256
 """With more classes of several labels there are no measures: an outcome has a number for each."""
@@ -42,6 +46,9 @@ _RECENT, _RECENT_BYTES = 10_000, 8 << 20
 """Events whose outputs are kept for a calibration, and the most bytes: of more than 209 classes these are fewer."""
 _SHARE = 800
 """Estimates take at most 1 / `_SHARE` of a processor."""
+
+
+log = logging.getLogger(__name__)
 
 
 def kind_of(task: Task, classes: int | None) -> Kind | None:
@@ -68,13 +75,14 @@ def predicted_by(kind: Kind, output_B: Tensor, label_B: Tensor) -> Tensor:
 
 
 class TaskMeasures:
-    """The measures of a pipeline's task. Immutable."""
+    """The measures of a pipeline's task, and the user's own of them. Immutable, but for `warning`."""
 
     def __init__(self, task: Task, label: Label, *, groups: bool = False, named: Iterable[str] = ()) -> None:
-        """Take the usual ones, and those that `gate.measures` names; `groups`: whether the schema has a group.
+        """Take the usual ones, the user's own, and those that `gate.measures` names; `groups`: whether the schema has a
+        group.
 
         Raises:
-            SettingsError: the task has no such measure.
+            SettingsError: the task has no such measure, or one of the user's cannot be one.
         """
         self.kind = kind_of(task, label.classes)
         self.columns = {"two-classes": 1, "classes": 4, "number": 1, "labels": label.classes or 0, None: 0}[self.kind]
@@ -83,14 +91,49 @@ class TaskMeasures:
         names = measures_of(self.kind, groups=groups) if self.kind is not None else ()
         if self.kind == "classes" and (label.classes or 0) <= _TOP:
             names = tuple(name for name in names if name != f"top_{_TOP}")  # it is always 1
+        own = self._own(getattr(task, "measures", ()))
         for name in dict.fromkeys([*names, *named]):
+            if name in own:
+                continue
             if self.kind is None:
                 raise SettingsError(f'gate.measures: "{name}" is no measure of this task, which has none; remove it')
             try:
-                self.each[name] = measure_of(name, self.kind, groups=groups)
+                self.each[name] = measure_of(name, self.kind, groups=groups, others=own)
             except ValueError as exc:
                 raise SettingsError(f"gate.measures: {exc}") from exc
+        self.each |= own
         self._groups = groups
+        self.warning: str | None = None
+        """One sentence where a measure of the user's was not defined on the held-out events. Any thread may read it."""
+
+    def _own(self, given: Any) -> dict[str, Measure]:
+        """Return the measures that the user's task has, by name."""
+        if not isinstance(given, list | tuple) or not all(isinstance(each, TaskMeasure) for each in given):
+            raise SettingsError("model.task: measures of the task has to be a list of TaskMeasure")
+        if given and self.kind is None:
+            raise SettingsError(
+                "model.task: the task has measures, which need predictions of classes or numbers, and of several "
+                'labels at most 256; derive it from "classification", "multilabel" or "regression", or remove them'
+            )
+        found = dict[str, Measure]()
+        for each in given:
+            if each.name in found:
+                raise SettingsError(f'model.task: two measures of the task are called "{each.name}"')
+            try:
+                found[each.name] = own_measure(each.name, each.of, higher=each.higher, relative=each.relative)
+            except ValueError as exc:
+                raise SettingsError(f"model.task: {exc}") from exc
+        return found
+
+    def values(self, outcomes: Outcomes) -> dict[str, float]:
+        """Return the value of each measure on the held-out events that is defined, and set `warning`."""
+        values = {name: measure.value(outcomes) for name, measure in self.each.items()}
+        known = {name: value for name, value in values.items() if math.isfinite(value)}
+        own = [each for name, each in self.each.items() if each.own is not None and name not in known]
+        before, self.warning = self.warning, next(filter(None, (fault_of(each, outcomes) for each in own)), None)
+        if self.warning is not None and before is None:
+            log.warning("%s", self.warning)
+        return known
 
     @classmethod
     def of(cls, task: Task, schema: Schema, named: Iterable[str] = ()) -> "TaskMeasures":

@@ -3,10 +3,12 @@
 Legend: B events, C classes, L positions of a label. `output` is what the module returned for a batch.
 """
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,7 +23,8 @@ class Task(Protocol):
     """The meaning of the model's output. Called on the learner's device and in serving; keeps no state.
 
     An optional method, `embed(model, features)`, returns the embeddings of events, floats `[B, D]`. Another one,
-    `distil(output_B, teacher_B, temperature)`, is what a teacher needs (`Distils`).
+    `distil(output_B, teacher_B, temperature)`, is what a teacher needs (`Distils`). An optional attribute, `measures`,
+    is a list of `TaskMeasure`.
     """
 
     def check(self, output_B: Tensor, label: Label, rows: int) -> None:
@@ -39,6 +42,27 @@ class Task(Protocol):
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
         """Return the named outputs that serving replies with, each `[B, ...]` on the CPU's dtypes."""
         ...
+
+
+@dataclass(frozen=True)
+class TaskMeasure:
+    """A measure that a user adds, in `measures` of a task that is a built-in one or derived from it.
+
+    Attributes:
+        name: a-z, 0-9 and `_`; `[gate] measures` takes it.
+        of: returns the measure of N events, 1 or more. It gets copies: predictions and labels. Two classes:
+            the probability of class 1, float64 `[N]`, and int64 `[N]`. More classes: the most likely one, int64 `[N]`,
+            and int64 `[N]`. Several labels: the probabilities, float64 `[N, C]`, and bool `[N, C]`. Regression: the
+            number, float64 `[N]`, and the label's dtype `[N]`. It is called for resamples too, some 200 times for a
+            version, on any thread; NaN is not defined.
+        higher: whether higher is better.
+        relative: whether the drop that the gate allows is a fraction of the value.
+    """
+
+    name: str
+    of: Callable[[NDArray[Any], NDArray[Any]], float]
+    higher: bool = True
+    relative: bool = False
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from anabranch.core.failures import Failure, failure_of
 from anabranch.core.preflight import Finding, ok, problem, warning
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.evaluate.outcomes import TaskMeasures
+from anabranch.learner.evaluate.slices import Slices
 from anabranch.learner.loop.resume import try_newest
 from anabranch.learner.model.converter import ModelContext
 from anabranch.learner.model.device import (
@@ -48,7 +49,8 @@ FIXES = {
     "model.optimizer": "Fix learner.optimizer.",
     "model.embedding": "Set model.embedding to the name of a module that forward calls.",
     "model.checkpointing": "Fix learner.activation_checkpointing.",
-    "gate.measures": "Fix gate.measures.",
+    "gate.measures": "Fix gate.measures, or the measures of model.task.",
+    "gate.slices": "Fix gate.slices.",
     "replay.policy": "Fix replay.admission or replay.sampling.",
     "checkpoint.misfit": "Put the settings of the checkpoint back, or move the checkpoints away to start again.",
     "device.precision": 'Set learner.precision = "auto".',
@@ -164,6 +166,8 @@ class ModelTrial:
             found = found._replace(columns={**schema.payload(), **output_fields(setup.kept_outputs)})
             self._kind = "gate.measures"
             TaskMeasures.of(task, schema, () if pipeline.gate.measures == "auto" else pipeline.gate.measures)
+            self._kind = "gate.slices"
+            Slices(pipeline.gate.slices, schema)
             self._kind = "replay.policy"
             if setup.strategy.kind.replays:
                 dim = None if setup.embedding is None else setup.embedding.captured().shape[1]

@@ -282,6 +282,10 @@ class GateSettings(Section):
     live: bool = True
     """With `[stream.labels]` and `[serving.stream]`: whether the learner reads the answers back, measures each
     version by what it has served, and withdraws one that is worse."""
+    slices: Annotated[tuple[str, ...], Field(max_length=8)] = ()
+    """Features with one number or category: a version that is worse than the served one where a feature has one value,
+    or is in one quarter, fails. What is allowed is `max_drop_old`, and of each measure its drop. A feature has at most
+    22 slices."""
     min_rows: Annotated[int, Field(ge=1)] = 1000
     """Held-out events that a verdict requires; with fewer a version is served, marked `inconclusive`."""
     max_hold: PositiveDuration = timedelta(minutes=10)

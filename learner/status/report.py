@@ -429,6 +429,53 @@ class ClassReport(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the answers that were right; None without any."""
 
 
+class SliceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A version on those held-out events that have one value of a feature, or values in one range."""
+
+    values: str = ""
+    """The range, in words."""
+    rows: int
+    """Events."""
+    accuracy: float | None = None
+    error: float | None = None
+    """Mean absolute error of regression."""
+    constant: float | None = None
+    """What one answer for all these events has at best."""
+    measures: dict[str, float] = {}
+    """The measures that decide, where there are enough events for them."""
+    compared: bool = False
+    """Whether it was compared with the served version: else there is none, or there are too few events."""
+    drop: float | None = None
+    """How much worse it is than the served version: in accuracy, or as a fraction of the error."""
+    upper: float | None = None
+    """The upper one-sided 95 % limit of that."""
+    worse: bool = False
+    """Whether the version fails for it."""
+
+    @property
+    def score(self) -> float:
+        """The accuracy, or the error."""
+        return (self.error if self.accuracy is None else self.accuracy) or 0.0
+
+    def words(self) -> str:
+        """Return it in one line."""
+        shown = "{:.4g}" if self.accuracy is None else "{:.1%}"
+        words = [f"{shown.format(self.score)} of {self.rows:,} events"]
+        words += [f"one answer has {shown.format(self.constant)}"] if self.constant is not None else []
+        words += [f"{name} {value:.3g}" for name, value in self.measures.items()]
+        if self.drop is not None and self.upper is not None:
+            than = "worse" if self.drop > 0 else "better"
+            words.append(f"{than} than the served version by {abs(self.drop):.4f} (at most {self.upper:.4f} worse)")
+        elif not self.compared:
+            words.append("not compared")
+        return f"{f'({self.values}) ' if self.values else ''}{', '.join(words)}"
+
+
+def worst_first(slices: Mapping[str, SliceReport]) -> list[tuple[str, SliceReport]]:
+    """Return slices by name, those for which a version fails first, then by their score."""
+    return sorted(slices.items(), key=lambda item: (not item[1].worse, item[1].accuracy or 0.0, -(item[1].error or 0)))
+
+
 class InputReport(msgspec.Struct, frozen=True, kw_only=True):
     """The newest 1,000 events against those before, by feature; `predictions` are those of the model.
 
@@ -597,6 +644,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Accuracy or error on held-out events by the hash of the group, of those with the most held-out events."""
     newest_classes: dict[str, ClassReport] = {}
     """By class, of the newest 5,000 events: the 64 with the most. Empty where an event has no single class."""
+    slices: dict[str, SliceReport] = {}
+    """The newest version by the slices of `gate.slices`, on the holdout set."""
     forgetting: Annotated[
         float | None,
         Reported(
@@ -717,6 +766,15 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     def baseline_scores(self) -> dict[tuple[str, ...], float]:
         """What the model has to beat."""
         return {(name, window): value for name, each in self.baselines.items() for window, value in each.scores.items()}
+
+    @Reported(
+        "anabranch_learner_slice_score",
+        "Accuracy on held-out events by slice, as gate.slices names them; of regression, the error.",
+        "slice",
+    )
+    def slice_scores(self) -> dict[str, float]:
+        """Of the newest version."""
+        return {name: each.score for name, each in self.slices.items()}
 
     @Reported("anabranch_learner_problems", "Parts that do not work as they should.")
     def num_problems(self) -> int:

@@ -28,6 +28,7 @@ from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.state_dir.bases import copy_base
 from anabranch.learner.state_dir.folders import MANIFEST, FolderManifest, ManifestDirectory, Storage, encode_manifest
 from anabranch.learner.state_dir.origin import VersionOrigin
+from anabranch.learner.status.report import SliceReport
 from anabranch.learner.stream.trained_through import NewlyTrained, PartitionProgress
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ class Verdict(msgspec.Struct, frozen=True):
     verdict: Literal["pass", "fail", "inconclusive"]
     reasons: list[str] = []
     numbers: dict[str, float] = {}
+    slices: dict[str, SliceReport] = {}
+    """By the slices of `gate.slices`."""
 
 
 class RegistryState(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,6 +21,7 @@ from anabranch.learner.evaluate.holdout import YOUNG, HoldoutRows
 from anabranch.learner.evaluate.measures import Measure, Outcomes
 from anabranch.learner.evaluate.outcomes import TaskMeasures
 from anabranch.learner.evaluate.scoring import EventScores, Scorer, Scores, class_marks
+from anabranch.learner.evaluate.slices import Slices
 from anabranch.learner.settings.learner import GateSettings
 from anabranch.learner.state_dir.folders import other_base
 from anabranch.learner.versions.format import ModelReference, RegistryState, Verdict, Versions
@@ -349,7 +351,11 @@ class QualityGate:
         reference: ModelReference,
         served: Callable[[RegistryState], RegistryState] = lambda own: own,
     ) -> None:
-        """`served` adds to `state.json` what servers on other hosts serve and have decided."""
+        """`served` adds to `state.json` what servers on other hosts serve and have decided.
+
+        Raises:
+            SettingsError: a slice is of no feature.
+        """
         self._versions = versions
         self._served_by_all = served
         self._settings = settings
@@ -358,6 +364,7 @@ class QualityGate:
         self.choice = MeasureChoice(settings, scorer.measures, score)
         """The measures by which versions are judged."""
         self._reference = reference
+        self._slices = Slices(settings.slices, scorer.schema)
         self._served: Baseline | None = None
         self._best: Baseline | None = None
         self._best_served = 0.0
@@ -382,7 +389,7 @@ class QualityGate:
         if "candidate" in inputs.outcomes and (
             why := self.by_measures.why_held_back(inputs.outcomes["candidate"], rows, self.choice.now)
         ):
-            verdict = Verdict("fail", [*verdict.reasons, why], verdict.numbers)
+            verdict = msgspec.structs.replace(verdict, verdict="fail", reasons=[*verdict.reasons, why])
         if (
             verdict.verdict == "fail"
             and self.hold.is_over
@@ -392,7 +399,7 @@ class QualityGate:
             self._best = None  # the next served version is the one that all others are compared with
             self._restart_monitors(None)
             reason = 'served although it failed: no version has passed for gate.max_hold, and gate.on_hold is "serve"'
-            return Verdict("inconclusive", [reason, *verdict.reasons], verdict.numbers)
+            return msgspec.structs.replace(verdict, verdict="inconclusive", reasons=[reason, *verdict.reasons])
         return verdict
 
     def record_published(
@@ -467,8 +474,11 @@ class QualityGate:
         total = len(scores_G)
         new = np.arange(total) >= total - total // YOUNG
         served, best = self._served, self._best
+        slices = self._slices.of(rows.columns) if total else {}
+        label = rows.columns["label"] if total else np.empty(0)
         if served is None or (total < self._settings.min_rows and not held) or not total:
-            return GateInput(scores_G, scores_G if served else None, None, new, ~new, {}, held=held)
+            scores = scores_G if served else None
+            return GateInput(scores_G, scores, None, new, ~new, {}, held=held, label=label, slices=slices)
         if best is served:
             self._best_served = time.monotonic()
         elif time.monotonic() - self._best_served > self._settings.max_hold.total_seconds():
@@ -486,7 +496,17 @@ class QualityGate:
         classes = {name: marks & finite for name, marks in class_marks(self.scorer.schema, rows).items()}
         classes = {name: marks for name, marks in classes.items() if marks.any()}
         return GateInput(
-            scores_G, served_G, best_G, new, old, classes, held=held, measures=self.choice.now, outcomes=outcomes
+            scores_G,
+            served_G,
+            best_G,
+            new,
+            old,
+            classes,
+            held=held,
+            measures=self.choice.now,
+            outcomes=outcomes,
+            label=label,
+            slices=slices,
         )
 
     def _compare_with(self, best: Baseline) -> Baseline:

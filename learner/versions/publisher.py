@@ -25,6 +25,7 @@ from anabranch.learner.extension import Extension, overriding
 from anabranch.learner.settings.learner import VersionsSettings
 from anabranch.learner.state_dir.folders import last_of_hours
 from anabranch.learner.state_dir.origin import VersionOrigin
+from anabranch.learner.status.report import SliceReport
 from anabranch.learner.stream.record_times import RecordTimes
 from anabranch.learner.stream.trained_through import NewlyTrained, PartitionProgress
 from anabranch.learner.versions.format import VERSION_FORMAT, Manifest, ModelReference, Verdict, Versions
@@ -238,6 +239,8 @@ class Publisher:
         self._background = BackgroundWorker("publisher", check)
         self.verdict: str | None = None
         """Verdict of the newest version of this process."""
+        self.slices: Mapping[str, SliceReport] = {}
+        """That version by slice. Any thread may read it."""
         self._problem: str | None = None
         self.published = 0
         self.skipped = 0
@@ -384,7 +387,7 @@ class Publisher:
             return
         self._newly_trained = RecordTimes()
         self.gate.record_published(number, weights, found, holdout, verdict)
-        self.verdict = verdict.verdict
+        self.verdict, self.slices = verdict.verdict, verdict.slices
         self.published += 1
         self._verdicts.labels(verdict.verdict).inc()
         for announce in self._announce:

@@ -130,8 +130,7 @@ class VersionScoring:
             return
         outcomes = measures.outcomes(predicted_GK, holdout.columns)
         outcomes = outcomes.where(np.flatnonzero(np.isfinite(predicted_GK).all(axis=1)))
-        values = {name: measure.value(outcomes) for name, measure in measures.each.items()}
-        known = {name: value for name, value in values.items() if math.isfinite(value)}
+        known = measures.values(outcomes)
         constant = {name: measures.each[name].constant(outcomes) for name in known}
         constant = {**self.evaluation.constant, **constant}
         self.evaluation = replace(self.evaluation, measures=known, constant=constant)

@@ -7,14 +7,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.learner.evaluate.adwin import limit_of
 from anabranch.learner.evaluate.measures import Difference, Measure, Outcomes
 from anabranch.learner.evaluate.scoring import Scores
+from anabranch.learner.evaluate.slices import Slice, reports_of
 from anabranch.learner.settings.learner import GateSettings
+from anabranch.learner.status.report import SliceReport
 from anabranch.learner.versions.format import Verdict
 
 Marks = NDArray[np.bool_]
@@ -35,6 +39,11 @@ _ERROR_RATE_OF_ROW = 0.01
 """Of rows of versions that are as good as the one before them, the part that `DropEvidence` ever fails by chance."""
 _BATCH, _BATCH_OF_OTHERS = 20, 200
 """What events of two classes, and others, weigh in a batch at least; see `weight_of`."""
+_ERROR_RATE_OF_SLICES = 0.005
+"""Of verdicts on versions that are as good as the served one, the part that fails by chance over all slices."""
+_FEWEST_OF_SLICE, _FEWEST_WEIGHT = 50, 40
+"""Events of a slice that are compared, and what they weigh for a measure; see `weight_of`."""
+_NAMED_SLICES = 3
 _MIXED = 2
 """Batches after which evidence of a small drop is found soonest."""
 
@@ -146,6 +155,8 @@ class GateInput:
         outcomes: of the `candidate`, the `served` version, and the `best` one as far as it is another; none without
             measures.
         held: whether nothing has passed since a version failed: then `min_rows` no longer makes it inconclusive.
+        label: labels of the events, for the slices.
+        slices: the events of each slice, by its name.
     """
 
     candidate: Scores
@@ -157,6 +168,8 @@ class GateInput:
     held: bool = False
     measures: Sequence[tuple[Measure, float]] = ()
     outcomes: Mapping[str, Outcomes] = field(default_factory=dict)
+    label: NDArray[Any] = field(default_factory=lambda: np.empty(0))
+    slices: Mapping[str, Slice] = field(default_factory=dict)
 
 
 def compare(candidate_G: Scores, baseline_G: Scores, *, bounded: bool) -> Drop:
@@ -183,11 +196,12 @@ def judge(inputs: GateInput, settings: GateSettings, *, bounded: bool) -> Verdic
     rows = len(inputs.candidate)
     if wrong := _not_finite(inputs):
         return Verdict("fail", [f"its score is not finite on {wrong} of {rows} held-out events"], {"rows": rows})
+    slices = reports_of(inputs.slices, inputs.candidate, inputs.label, bounded=bounded)
     if inputs.served is None:
-        return Verdict("inconclusive", ["there is no served version to compare it with"], {"rows": rows})
+        return Verdict("inconclusive", ["there is no served version to compare it with"], {"rows": rows}, slices)
     if not rows or (rows < settings.min_rows and not inputs.held):
         reason = f"{rows} of {settings.min_rows} held-out events, fewer than gate.min_rows"
-        return Verdict("inconclusive", [reason], {"rows": rows})
+        return Verdict("inconclusive", [reason], {"rows": rows}, slices)
     failed, unsure, numbers = [], [], {"rows": float(rows)}
     for name, drop, limit in _drops(inputs, inputs.served, settings, bounded=bounded):
         numbers |= {name: drop.candidate, f"{name}_rows": drop.rows, f"{name}_drop": drop.drop}
@@ -198,14 +212,15 @@ def judge(inputs: GateInput, settings: GateSettings, *, bounded: bool) -> Verdic
         elif not drop.upper <= limit:
             unsure.append(f"too few events to distinguish it from {sentence}")
     failed_measures, unsure_measures, numbers_of_measures = _judge_measures(inputs)
-    failed, unsure = [*failed, *failed_measures], [*unsure, *unsure_measures]
+    worse, slices = _judge_slices(inputs, inputs.served, slices, settings, bounded=bounded)
+    failed, unsure = [*failed, *failed_measures, *worse], [*unsure, *unsure_measures]
     numbers |= numbers_of_measures | _classes(inputs, inputs.served, bounded=bounded)
     if inputs.held and not inputs.old.any():
         failed.append("no held-out event is left by which the served version was judged: serve one by hand")
     finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
     if failed:
-        return Verdict("fail", failed, finite)
-    return Verdict("inconclusive" if unsure else "pass", unsure, finite)
+        return Verdict("fail", failed, finite, slices)
+    return Verdict("inconclusive" if unsure else "pass", unsure, finite, slices)
 
 
 def _judge_measures(inputs: GateInput) -> tuple[list[str], list[str], dict[str, float]]:
@@ -242,6 +257,80 @@ def _judge_measures(inputs: GateInput) -> tuple[list[str], list[str], dict[str, 
         constant = f"it answers the same for all {len(inputs.candidate)} held-out events"
         (unsure if served_too else failed).append(constant)
     return failed, unsure, numbers
+
+
+class _Compared(NamedTuple):
+    """One comparison of a slice with the served version, by the score or a measure."""
+
+    name: str
+    words: str
+    """By what it is worse, and by how much."""
+    beyond: bool
+    """Whether the drop may exceed the allowed one."""
+    chance: float
+    """The most with which two versions that are as good would differ so, as a logarithm."""
+
+
+def _judge_slices(
+    inputs: GateInput,
+    served_G: Scores,
+    reports: Mapping[str, SliceReport],
+    settings: GateSettings,
+    *,
+    bounded: bool,
+) -> tuple[list[str], dict[str, SliceReport]]:
+    """Return why slices fail a version, and the reports with what was compared.
+
+    A version that is as good as the served one in all slices fails in one of 200 verdicts at most, however many slices
+    and measures there are (Bonferroni).
+    """
+    found, slices = list[_Compared](), dict(reports)
+    counted_G = (inputs.new | inputs.old) & np.isfinite(served_G) & np.isfinite(inputs.candidate)
+    for name, report in reports.items():
+        marks_G = inputs.slices[name].marks & counted_G
+        if np.count_nonzero(marks_G) < _FEWEST_OF_SLICE:
+            continue
+        drop = compare(inputs.candidate[marks_G], served_G[marks_G], bounded=bounded)
+        amount, limit = _amount(drop, bounded=bounded), settings.max_drop_old
+        found.append(_Compared(name, f": {amount}, of {limit:g}", drop.upper > limit, _chance(drop, drop.rows)))
+        measures = dict[str, float]()
+        for measure, limit in inputs.measures:
+            weight = weight_of(inputs.outcomes["candidate"].where(marks_G))[0]
+            if weight < _FEWEST_WEIGHT or (difference := _difference(inputs, "served", measure, marks_G)) is None:
+                continue
+            measures[measure.name] = difference.candidate
+            words = f" by {measure.name}: {difference.drop:.4f} (at most {difference.upper:.4f}, {drop.rows} events)"
+            beyond, chance = difference.upper > limit, _chance(difference, weight)
+            found.append(_Compared(name, f"{words}, of {limit:g}", beyond, chance))
+        changes = {"compared": True, "drop": drop.drop, "upper": drop.upper if math.isfinite(drop.upper) else None}
+        slices[name] = msgspec.structs.replace(report, measures=measures, **changes)
+    allowed = math.log(_ERROR_RATE_OF_SLICES / max(1, len(found)))
+    worse = sorted((each for each in found if each.beyond and each.chance < allowed), key=lambda each: each.chance)
+    for each in worse:
+        slices[each.name] = msgspec.structs.replace(slices[each.name], worse=True)
+    reasons = [
+        f"worse than the served version where {each.name}{each.words} that are allowed"
+        for each in worse[:_NAMED_SLICES]
+    ]
+    if worse:
+        reasons[-1] += (
+            f"; in {len(found)} comparisons of slices, of which {len(worse)} fail, versions that are as good fail in "
+            f"{_ERROR_RATE_OF_SLICES:.1%} of verdicts at most"
+        )
+    return reasons, slices
+
+
+def _chance(drop: Drop | Difference, weight: int) -> float:
+    """Return a bound on the probability, as a logarithm, of a drop where none of two versions is better.
+
+    It is that of a sum of `weight` symmetric differences by the sum of their squares, exact for any number of events
+    (Efron 1969, "Student's t-test under symmetry conditions"); of a measure that is no mean, it is by its standard
+    error.
+    """
+    if drop.drop <= 0 or not math.isfinite(drop.error):
+        return 0.0
+    square = drop.drop**2
+    return -weight * square / ((weight - 1) * drop.error**2 + square) / 2
 
 
 def _difference(inputs: GateInput, name: str, measure: Measure, marks: Marks) -> Difference | None:

@@ -29,6 +29,7 @@ from anabranch.learner.status.report import (
     LearnerReport,
     MeasureReport,
     PartitionReport,
+    SliceReport,
     UndoReport,
     write_report,
 )
@@ -275,6 +276,7 @@ def test_in_a_browser_the_head_says_how_the_model_compares_and_how_far_it_is_beh
         assert "7 min 5 s behind" in facts
         assert "always answering 0: 0.994" in page.text_content("#legend")
         assert page.locator("#classes").is_hidden()
+        assert page.locator("#slices").is_hidden()
         check_widths(page, "accuracy")
         windows = {"now": 0.0312, "held_out": 0.24}
         lower, upper, least = ({each: value * factor for each, value in windows.items()} for factor in (0.5, 2, 0.25))
@@ -282,12 +284,19 @@ def test_in_a_browser_the_head_says_how_the_model_compares_and_how_far_it_is_beh
         classes = {"0": {"support": 4806, "found": 4800, "answered": 4990, "recall": 0.9988, "precision": 0.9619}}
         classes["fraud"] = {"support": 194, "found": 1, "answered": 2, "recall": 1 / 194, "precision": 0.5}
         classes["chargeback"] = {"support": 0, "found": 0, "answered": 0, "recall": None, "precision": None}
+        slices = {"country = DE": SliceReport(rows=900, accuracy=0.99, constant=0.98, compared=True, drop=0.001)}
+        slices["amount: quarter 1"] = SliceReport(rows=12, values="up to 9.5", accuracy=0.75)
+        slices["country = FR"] = SliceReport(
+            rows=60, accuracy=0.9, constant=0.95, compared=True, drop=0.08, upper=0.1, worse=True
+        )
+        slices = msgspec.to_builtins(slices)
         status = httpx.get(server.url + "/api/status").json()
         status["task"] = "classification"
         status["learner"] |= {
             "measure": "average_precision",
             "measures": {"average_precision": msgspec.to_builtins(measure)},
             "newest_classes": classes,
+            "slices": slices,
         }
         status["versions"][0] |= {
             "metrics": {"average_precision": 0.24, "old": 0.98},
@@ -309,6 +318,13 @@ def test_in_a_browser_the_head_says_how_the_model_compares_and_how_far_it_is_beh
             ["0", "4,806", "96.2 %", "99.9 %"],
             ["chargeback", "0", *2 * ["\N{EN DASH}"]],
         ]
+        rows = [row.locator("th, td").all_text_contents() for row in page.locator("#slices-rows tr").all()]
+        assert rows == [
+            ["country = FR", "60", "90.0 %", "95.0 %", "0.0800"],
+            ["amount: quarter 1 (up to 9.5)", "12", "75.0 %", *2 * ["\N{EN DASH}"]],
+            ["country = DE", "900", "99.0 %", "98.0 %", "0.0010"],
+        ]
+        assert page.text_content("[data-figure=slices-few]") == "1 of 3 not compared"
         assert page.text_content("#score-name") == "Average precision"
         cell = page.locator("#versions [data-hint]").first
         assert cell.text_content() == "0.24"

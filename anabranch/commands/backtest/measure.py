@@ -8,10 +8,11 @@ but into a temporary folder.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 
 from anabranch.commands.backtest.delayed_labels import POLICIES, DelayedLabels, LabelDelay, Policy
@@ -32,6 +33,7 @@ from anabranch.ingest.settings.features import FeatureSettings
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.settings.pipeline import PipelineSettings
 from anabranch.learner.settings.strategies import StrategySettings
+from anabranch.learner.status.report import SliceReport
 
 _FEATURE = "feature."
 _LINES = 20
@@ -89,6 +91,8 @@ class BacktestResult:
     """The measures of the task, of the run of the settings."""
     versions: list[BacktestVersion] = field(default_factory=list)
     """The versions that the run of the settings would have published."""
+    slices: dict[str, SliceReport] = field(default_factory=dict)
+    """The last of them by the slices of `gate.slices`, on held-out events."""
     drifts: int = 0
     """How often the error rose because the stream had changed."""
     warnings: list[str] = field(default_factory=list)
@@ -100,7 +104,8 @@ class BacktestResult:
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return asdict(self)
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ def _add_first(
         raise SettingsError(f"{rows.name} has no event with a label that the pipeline can use{why}")
     result.points = _thinned(log.points, every or max(1, log.scored_events // _LINES))
     result.baselines, result.measures, result.versions = log.baselines(), log.measures(), log.versions
-    result.drifts, result.warnings = end.drifts, end.warnings
+    result.drifts, result.warnings, result.slices = end.drifts, end.warnings, dict(end.slices)
 
 
 class _Pace:

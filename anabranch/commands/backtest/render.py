@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.commands.backtest.measure import BacktestResult
+from anabranch.learner.status.report import worst_first
 
 
 def render_backtest(result: BacktestResult) -> RenderableType:
@@ -30,6 +31,8 @@ def render_backtest(result: BacktestResult) -> RenderableType:
         said.insert(0, f"changes of the stream that raised the error: {result.drifts}")
     parts: list[RenderableType] = [table, "", *map(Text, lines)]
     parts += ["", measures] if result.measures else []
+    slices = [Text(f"{name} {each.words()}") for name, each in worst_first(result.slices)]
+    parts += ["", *slices] if slices else []
     parts += ["", *map(Text, said)] if said else []
     found = Group(*parts)
     if len(result.runs) == 1:

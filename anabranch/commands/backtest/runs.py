@@ -29,6 +29,7 @@ from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.extension import Extension, overriding
 from anabranch.learner.model.task import Task
 from anabranch.learner.settings.pipeline import PipelineSettings
+from anabranch.learner.status.report import SliceReport
 from anabranch.learner.stream.batch import Batch
 from anabranch.learner.train.setup import TrainingSetup
 from anabranch.learner.train.step_result import StepResult
@@ -260,6 +261,8 @@ class RunEnd:
     """Why steps were not taken."""
     measure: Measure | None
     """By which the gate has judged, besides the score."""
+    slices: Mapping[str, SliceReport]
+    """The last version by the slices of `gate.slices`, on held-out events."""
 
 
 Tick = Callable[[int], bool]
@@ -332,13 +335,14 @@ def run_pipeline(
         publish()
         warnings = [
             assembly.trainer.warning,
+            publisher.gate.scorer.measures.warning,
             *(each for extension in assembly.extensions for each in extension.warnings),
         ]
         problem = loop.raising_events.problem or loop.non_finite.problem
         chosen = publisher.gate.choice.now
-        return RunEnd(
-            loop.monitor.drift.count, [each for each in warnings if each], problem, chosen[0][0] if chosen else None
-        )
+        measure = chosen[0][0] if chosen else None
+        said = [each for each in warnings if each]
+        return RunEnd(loop.monitor.drift.count, said, problem, measure, publisher.slices)
 
 
 def _on_a_file(spec: PipelineSettings, *, late: bool) -> PipelineSettings:

@@ -18,7 +18,7 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.learner.errors import VersionError
 from anabranch.learner.model.answer_rule import AnswerRule
 from anabranch.learner.object_storage.bucket_storage import storage_to_read
-from anabranch.learner.status.report import ServedReport, read_report, served_text
+from anabranch.learner.status.report import ServedReport, read_report, served_text, worst_first
 from anabranch.learner.stream.trained_through import format_trained_through
 from anabranch.learner.versions.format import Manifest, RegistryState, Verdict, Versions
 from anabranch.serving.rollout.eligibility import Requirements, refusal, requirements_of
@@ -157,6 +157,8 @@ def render_one(one: Listed, served: ServedReport | None = None) -> RenderableTyp
             table.add_row("", Text(reason))
         for name, value in verdict.numbers.items():
             table.add_row("", f"{name} {value:.4g}")
+        for number, (name, each) in enumerate(worst_first(verdict.slices)):
+            table.add_row("" if number else "slices", Text(f"{name} {each.words()}", "red" if each.worse else ""))
     ending = Text(f"refused: {one.refused}", style="red") if one.refused else Text("whole; serving may take it")
     return Group(table, ending)
 

@@ -13,6 +13,7 @@ const HELP = {
   measure_now: "The measure by which versions are judged, on the newest 5,000 events, each predicted before the model trains on it (prequential). Next to it: the 95 % interval, and what one answer for all events has at best.",
   measure_held_out: "The measure by which versions are judged, of the newest version on the holdout set, which the model never trains on. Rare classes have more than their share of it. Next to it: the 95 % interval, and what one answer for all events has at best.",
   judged: "The measure by which versions are judged, on the holdout set when the version was published. Point at a value for what one answer for all events has.",
+  slices: "The newest version on held-out events with one value of a feature, next to what one answer has there, and to the served version. Slices with too few events are not compared.",
   precision: "Of the answers that named the class, the part that was right.",
   recall: "Of the events of the class, the part that was found.",
   baseline: "The same figure of a second learner, on the same events, that runs for comparison.",
@@ -207,6 +208,7 @@ function render() {
   renderTiles();
   renderVersions();
   renderClasses();
+  renderSlices();
   renderOutcomes();
   renderReplay();
   renderPartitions();
@@ -432,6 +434,21 @@ function renderClasses() {
     element("td", { class: "num" }, count(each.support)),
     element("td", { class: "num" }, percent(each.precision)),
     element("td", { class: `num ${worst?.[0] === name ? "warn" : ""}` }, percent(each.recall)))));
+}
+
+/* The slices by whose values versions are compared, the worst one first. */
+function renderSlices() {
+  const slices = Object.entries(status.learner?.slices ?? {}), rank = (each) => each.accuracy ?? -each.error;
+  $("slices").hidden = !slices.length;
+  slices.sort(([, one], [, other]) => other.worse - one.worse || rank(one) - rank(other));
+  const few = slices.filter(([, each]) => !each.compared).length;
+  figure("slices-few", few ? `${count(few)} of ${count(slices.length)} not compared` : "");
+  $("slices-rows").replaceChildren(...slices.map(([name, each]) => element("tr", { "data-slice": name },
+    element("th", { scope: "row" }, name + (each.values && ` (${each.values})`)),
+    element("td", { class: "num" }, count(each.rows)),
+    element("td", { class: "num" }, score(each.accuracy ?? each.error)),
+    element("td", { class: "num aside" }, score(each.constant)),
+    element("td", { class: `num ${each.worse ? "bad" : ""}` }, known(each.drop) ? each.drop.toFixed(4) : NONE))));
 }
 
 const OUTCOMES = ["trained", "stored_only", "held_out", "skipped", "dead_lettered"];

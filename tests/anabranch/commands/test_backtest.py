@@ -26,11 +26,13 @@ from tests.support.tokenizer import write_tokenizer
 
 @pytest.fixture(autouse=True)
 def _own_factory(monkeypatch):
-    """Lets each test import the factory in its folder."""
+    """Lets each test import the factory and the task in its folder."""
     monkeypatch.setattr(sys, "path", sys.path[:])
-    sys.modules.pop("my_model", None)
+    for name in ("my_model", "my_task"):
+        sys.modules.pop(name, None)
     yield
-    sys.modules.pop("my_model", None)
+    for name in ("my_model", "my_task"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -81,6 +83,90 @@ def test_the_screen_is_a_table(run, file):
     names = ["balanced_accuracy", "macro_f1", "log_loss", "top_5", "ece"]
     assert [line.split()[:2] for line in rest[: len(names)]] == [[name, "now"] for name in names]
     assert re.fullmatch(r"versions: \d+, of which the gate holds back \d+", rest[len(names) + 1])
+
+
+OWN = """
+from anabranch.learner.model.task import Classification, TaskMeasure
+
+def of(prediction, label):
+    if (label == 3).any():
+        raise LookupError("a three")
+    return 1.0
+
+class Own(Classification):
+    measures = [TaskMeasure("right", lambda prediction, label: (prediction == label).mean()), TaskMeasure("odd", of)]
+"""
+
+
+@pytest.mark.slow
+def test_measures_of_ones_own_are_shown_and_one_that_raises_is_named(run, example, file):
+    (example / "my_task.py").write_text(OWN)
+    file.write_text("\n".join(file.read_text().splitlines()[:1000]))
+    pipeline = example / "pipeline.toml"
+    pipeline.write_text(pipeline.read_text().replace('"classification"', '"my_task:Own"'))
+    code, out, err = run(file, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    measures = {each["name"]: each for each in document["measures"]}
+    assert "odd" not in measures
+    assert measures["right"]["value"] == pytest.approx(document["points"][-1]["overall"])
+    assert measures["right"]["lower"] <= measures["right"]["value"] <= measures["right"]["upper"]
+    (warning,) = [each for each in document["warnings"] if each.startswith("the measure")]
+    assert warning == f'the measure "odd" of model.task raised LookupError: a three, on {document["held_out"]} events'
+    assert warning in run(file)[1].replace("\n", " ")
+
+
+@pytest.fixture
+def shops(example, file):
+    """A pipeline whose events have a country too, which the model does not see, and another one where it fails."""
+    random, lines = np.random.default_rng(3), []
+    for line in file.read_text().splitlines()[:800]:
+        if '"y"' in line:
+            event = json.loads(line) | {"country": random.choice(["DE", "FR", "LI"], p=[0.6, 0.395, 0.005])}
+            lines.append(json.dumps(event | ({"y": 0, "x": [1.0] * 64} if event["country"] == "FR" else {})))
+    file.write_text("\n".join(lines) + "\n")
+    (example / "my_model.py").write_text(COUNTRY)
+    text = (example / "pipeline.toml").read_text().replace("[schema.features.x]", FEATURES)
+    (example / "pipeline.toml").write_text(text.replace("[gate]\nholdout_fraction = 0.05", GATE))
+    return file
+
+
+FEATURES = """[schema.features.country]
+dtype = "string"
+encode = {vocab = ["DE", "FR", "LI"]}
+
+[schema.features.x]"""
+GATE = """[gate]
+slices = ["country"]
+holdout_fraction = 0.3"""
+COUNTRY = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 10)
+
+    def forward(self, x, country):
+        return self.body(x)
+
+def build(**_):
+    return Model()
+"""
+
+
+@pytest.mark.slow
+def test_the_last_version_is_shown_by_slice(run, shops):
+    code, out, err = run(shops, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    slices = document["slices"]
+    assert slices.keys() >= {"country = DE", "country = FR"}
+    assert sum(each["rows"] for each in slices.values()) == document["held_out"]
+    assert slices["country = FR"]["constant"] == 1.0
+    shown = " ".join(run(shops)[1].split())
+    assert f"country = DE {slices['country = DE']['accuracy']:.1%} of {slices['country = DE']['rows']} events" in shown
 
 
 def test_each_event_is_scored_before_it_is_trained_on(example, file):

@@ -239,6 +239,8 @@ NO_LAKE = "s3://lake/ cannot be opened: "
         ("model", [{"learner.activation_checkpointing": ["nope"]}], "model.checkpointing", NO_MODULE),
         ("model", [{"model.embedding": "body"}], "model.embedding", 'model.embedding = "body": the model has no such'),
         ("model", [(None, "[gate.measures]\nmae = 0.1\n")], "gate.measures", '"mae" is no measure of this task'),
+        ("model", [{"gate.slices": ["nope"]}], "gate.slices", 'gate.slices: "nope" is no feature of [schema.features]'),
+        ("model", [{"gate.slices": ["x"]}], "gate.slices", 'gate.slices: "x" is a time, a text or a vector; name'),
         ("model", [{"model.adapter.targets": ["query"]}], "model.factory", NO_LAYER),
         ("model", [{**ON_CPU, "learner.replicas": 2, "learner.comm_hook": "bf16"}], "learner.replicas", NO_HOOK),
         ("model", [("my_model:build", "not_there:build")], "model.factory", "no module named not_there"),

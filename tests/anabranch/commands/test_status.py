@@ -456,6 +456,41 @@ def test_an_accuracy_has_next_to_it_what_has_to_be_beaten_in_words(config, now):
     assert "baselines always answering the mean: now 1, overall 1.5; it is no better in overall" in shown
 
 
+def test_the_worst_slices_are_shown_and_those_that_are_not_compared_are_named(config, now):
+    slices = {
+        "country = DE": reports.SliceReport(
+            rows=400, accuracy=0.9, constant=0.8, compared=True, drop=-0.01, upper=0.002
+        ),
+        "country = FR": reports.SliceReport(
+            rows=60,
+            accuracy=0.95,
+            constant=0.99,
+            compared=True,
+            drop=0.1,
+            upper=0.15,
+            worse=True,
+            measures={"average_precision": 0.25},
+        ),
+        "country = CH": reports.SliceReport(rows=12, accuracy=0.5, constant=0.75),
+        "country = LI": reports.SliceReport(rows=2, accuracy=0.0, constant=1.0),
+        "amount: quarter 1": reports.SliceReport(rows=500, values="up to 9.5", accuracy=0.99, compared=True),
+    }
+    report = learner_report(slices=slices)
+    reports.write_report(config.state_dir, report)
+    shown = screen(config)
+    assert (
+        "worst slices country = FR 95.0% of 60 events, one answer has 99.0%, average_precision 0.25, worse than the "
+        "served version by 0.1000 (at most 0.1500 worse) country = CH 50.0% of 12 events, one answer has 75.0%, not "
+        "compared"
+    ) in shown
+    assert "amount: quarter 1 (up to 9.5) 99.0% of 500 events" in shown
+    assert "better than the served version by 0.0100 (at most 0.0020 worse)" in shown
+    assert "2 slices with too few events to compare: country = CH, country = LI" in shown
+    assert report.slice_scores["country = LI"] == 0.0
+    regression = reports.SliceReport(rows=60, error=2.5, constant=3.0)
+    assert regression.words() == "2.5 of 60 events, one answer has 3, not compared"
+
+
 def test_a_measure_and_the_sentence_of_the_dashboard_are_on_the_screen(config, now):
     measure = reports.MeasureReport(
         value={"now": 0.003, "held_out": 0.004},

@@ -142,7 +142,7 @@ class TestUnknownKeys:
     def test_that_are_like_none_are_answered_with_all(self, refused):
         assert refused({"gate": "zzz = 1"}).endswith(
             "unknown key gate.zzz; known keys are holdout_fraction, holdout_rows, live, max_drop_new, "
-            "max_drop_old, max_hold, measures, min_rows, on_hold"
+            "max_drop_old, max_hold, measures, min_rows, on_hold, slices"
         )
 
     def test_are_free_where_the_user_gives_the_names(self, load):

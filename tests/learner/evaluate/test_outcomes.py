@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.evaluate.baselines import Baselines
-from anabranch.learner.evaluate.measures import measure_of, probability_of
+from anabranch.learner.evaluate.measures import Outcomes, measure_of, probability_of
 from anabranch.learner.evaluate.outcomes import (
     Estimates,
     StreamOutcomes,
+    TaskMeasures,
     kind_of,
     log_probabilities,
     predicted_by,
@@ -21,7 +23,7 @@ from anabranch.learner.evaluate.outcomes import (
 from anabranch.learner.evaluate.stream_monitor import Scored, StreamMonitor, scored
 from anabranch.learner.model.answer_rule import AnswerRule, Calibration
 from anabranch.learner.model.answers import Answers
-from anabranch.learner.model.task import Classification, MultiLabel, Regression, TokenClassification
+from anabranch.learner.model.task import Classification, MultiLabel, Regression, TaskMeasure, TokenClassification
 from anabranch.learner.settings.learner import LearnerSettings
 
 SCHEMA = Schema(
@@ -173,3 +175,160 @@ def test_estimates_are_renewed_one_after_the_other_within_their_share(monkeypatc
     assert len(renewed) == pytest.approx(5, abs=1), "0.01 s each in 40 s are an 800th of the time"
     assert renewed[:4] == [("now", "roc_auc"), ("now", "ece"), ("now", "brier"), ("now", "roc_auc")]
     assert estimates.now == {}
+
+
+class Priced(Classification):
+    """Measures what missed and false alarms cost."""
+
+    def __init__(self, of, name="cost", **more):
+        self.measures = [TaskMeasure(name, of, **more)]
+
+
+def cost_of(probability_N, label_N):
+    """The mean cost of decisions at 0.3: 5 for each 1 that is missed, 1 for each false alarm."""
+    alarm_N = probability_N > 0.3
+    return float((5 * ((label_N == 1) & ~alarm_N) + ((label_N == 0) & alarm_N)).mean())
+
+
+def outcomes_of(rows=400, seed=1, shift=0.0, groups=None):
+    random = np.random.default_rng(seed)
+    odds = random.normal(size=rows)
+    label = (random.random(rows) < probability_of(odds)).astype(np.int64)
+    return Outcomes("two-classes", (odds + shift)[:, None].astype(np.float32), label, groups)
+
+
+def test_a_measure_of_ones_own_is_what_numpy_says():
+    known = TaskMeasures.of(Priced(cost_of, higher=False), SCHEMA, ["cost"])
+    measure, outcomes = known.each["cost"], outcomes_of()
+    odds, label = outcomes.predicted[:, 0].astype(float), outcomes.label
+    costs = np.where(label == 1, 5.0 * (odds <= np.log(0.3 / 0.7)), odds > np.log(0.3 / 0.7))
+    assert known.values(outcomes)["cost"] == pytest.approx(costs.mean())
+    assert known.warning is None
+    estimate = measure.estimate(outcomes)
+    assert estimate.low < estimate.value < estimate.high
+    assert estimate.high - estimate.low == pytest.approx(3.92 * costs.std() / np.sqrt(400), rel=0.35)
+    assert estimate.constant == pytest.approx((label == 0).mean() if label.mean() > 0.3 else 5 * label.mean())
+    assert measure.estimate_of_counts(outcomes, np.ones(400), 1.0) is None, "events have no fractions there"
+
+
+def test_versions_are_compared_in_pairs_by_a_measure_of_ones_own():
+    measure = TaskMeasures.of(Priced(cost_of, higher=False), SCHEMA).each["cost"]
+    served, worse = outcomes_of(4000), outcomes_of(4000, shift=2.5)
+    same = measure.compare(served, served)
+    assert (same.drop, same.error) == (0.0, 0.0)
+    costs = [
+        np.array(
+            [cost_of(p[None], y[None]) for p, y in zip(probability_of(each.predicted[:, 0]), each.label, strict=True)]
+        )
+        for each in (worse, served)
+    ]
+    found = measure.compare(worse, served)
+    assert found.drop == pytest.approx((costs[0] - costs[1]).mean())
+    assert found.error == pytest.approx((costs[0] - costs[1]).std() / np.sqrt(4000), rel=0.3)
+
+
+def boom(probability_N, label_N):
+    raise ZeroDivisionError("of\nmine")
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        (boom, 'the measure "cost" of model.task raised ZeroDivisionError: of mine, on 400 events'),
+        (lambda p, y: float("nan"), 'the measure "cost" of model.task returned nan, on 400 events'),
+        (lambda p, y: p, 'the measure "cost" of model.task raised TypeError: '),
+        (lambda p: 0.0, 'the measure "cost" of model.task raised TypeError: '),
+    ],
+)
+def test_a_measure_of_ones_own_that_raises_or_is_not_defined_is_one_sentence(of, words, caplog):
+    known = TaskMeasures.of(Priced(of), SCHEMA)
+    outcomes = outcomes_of()
+    for _ in range(2):
+        assert "cost" not in known.values(outcomes)
+        assert "log_loss" in known.values(outcomes)
+        assert known.warning.startswith(words)
+        assert "\n" not in known.warning
+    assert len(caplog.records) == 1
+    assert known.each["cost"].estimate(outcomes) is None
+    assert known.each["cost"].compare(outcomes, outcomes) is None
+
+
+def test_a_measure_of_ones_own_may_write_into_what_it_gets_and_fail_on_some_resamples():
+    def of(probability_N, label_N):
+        if probability_N.max() < largest:
+            raise ValueError
+        probability_N[:], label_N[:] = 0.0, 0
+        return 1.0
+
+    outcomes = outcomes_of()
+    before, largest = outcomes.predicted.copy(), float(probability_of(outcomes.predicted[:, 0]).max())
+    known = TaskMeasures.of(Priced(of), SCHEMA)
+    assert known.values(outcomes)["cost"] == 1.0
+    assert (outcomes.predicted == before).all()
+    assert outcomes.label.any()
+    assert known.each["cost"].estimate(outcomes).low == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "output", "label", "dtype", "shape"),
+    [
+        (Classification, torch.randn(20, 3), np.arange(20) % 3, np.int64, (20,)),
+        (Regression, torch.randn(20, 1), np.arange(20, dtype=np.float32), np.float64, (20,)),
+        (MultiLabel, torch.randn(20, 3), np.ones((20, 3), np.bool_), np.float64, (20, 3)),
+    ],
+)
+def test_what_a_measure_of_ones_own_gets(task, output, label, dtype, shape):
+    got = []
+
+    class Own(task):
+        measures = (TaskMeasure("of_mine", lambda *arrays: got.append(arrays) or 0.5),)
+
+    classes = None if task is Regression else 3
+    given = (
+        {"name": "y", "classes": classes, "multi": task is MultiLabel} if classes else {"name": "y", "dtype": "float32"}
+    )
+    schema = Schema(SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": given}))
+    known = TaskMeasures.of(Own(), schema)
+    predicted = predicted_by(known.kind, output, torch.from_numpy(label)).numpy()
+    assert known.values(Outcomes(known.kind, predicted, label))["of_mine"] == 0.5
+    (prediction_N, label_N), *_ = got
+    assert (prediction_N.dtype, prediction_N.shape, label_N.dtype) == (dtype, shape, label.dtype)
+    answered = Own().predict(output)
+    expected = answered["probabilities" if task is MultiLabel else "prediction"].numpy()
+    assert prediction_N == pytest.approx(expected, abs=1e-6)
+    assert (label_N == label).all()
+
+
+@pytest.mark.parametrize(
+    ("measures", "words"),
+    [
+        ([cost_of], "measures of the task has to be a list of TaskMeasure"),
+        (list, "measures of the task has to be a list of TaskMeasure"),
+        ([TaskMeasure("roc_auc", cost_of)], "'roc_auc' is no name for a measure, or it is taken"),
+        ([TaskMeasure("recall_at_budget_7", cost_of)], "'recall_at_budget_7' is no name"),
+        ([TaskMeasure("old", cost_of)], "'old' is no name"),
+        ([TaskMeasure("My measure", cost_of)], "'My measure' is no name"),
+        ([TaskMeasure("cost", cost_of)] * 2, 'two measures of the task are called "cost"'),
+    ],
+)
+def test_what_cannot_be_a_measure_of_ones_own_is_refused_in_one_sentence(measures, words):
+    task = Classification()
+    task.measures = measures
+    with pytest.raises(SettingsError, match=words) as caught:
+        TaskMeasures.of(task, SCHEMA)
+    assert str(caught.value).startswith("model.task: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_measures_of_a_task_without_known_predictions_are_refused():
+    task = TokenClassification()
+    task.measures = [TaskMeasure("cost", cost_of)]
+    with pytest.raises(SettingsError, match='derive it from "classification", "multilabel" or "regression"'):
+        TaskMeasures.of(task, SCHEMA)
+
+
+def test_the_measures_that_a_task_has_are_named_with_ones_own():
+    with pytest.raises(
+        SettingsError, match=r'"costs" is no measure of this task, which has .*recall_at_budget_1, cost$'
+    ):
+        TaskMeasures.of(Priced(cost_of), SCHEMA, ["costs"])

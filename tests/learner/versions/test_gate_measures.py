@@ -10,10 +10,10 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.kafka.fake import fake_columns
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.evaluate.holdout import YOUNG, HoldoutRows, HoldoutSet
-from anabranch.learner.evaluate.measures import Difference, Outcomes, measure_of
+from anabranch.learner.evaluate.measures import Difference, Outcomes, measure_of, probability_of
 from anabranch.learner.evaluate.outcomes import TaskMeasures
 from anabranch.learner.evaluate.scoring import Scorer
-from anabranch.learner.model.task import Classification, Regression, TokenClassification
+from anabranch.learner.model.task import Classification, Regression, TaskMeasure, TokenClassification
 from anabranch.learner.settings.learner import GateSettings
 from anabranch.learner.settings.model import ModelSettings
 from anabranch.learner.versions.format import Versions, reference_to
@@ -46,7 +46,9 @@ class Payments:
         score = (self.label == 0).astype(float)
         new = np.arange(len(score)) >= len(score) - len(score) // YOUNG
         outcomes = {"candidate": candidate, "served": served} | ({} if best is None else {"best": best})
-        each = [(measure_of(name, "two-classes"), limit) for name, limit in measures.items()]
+        each = measures
+        if isinstance(measures, dict):
+            each = [(measure_of(name, "two-classes"), limit) for name, limit in measures.items()]
         best_scores = None if best is None else score
         inputs = GateInput(score, score, best_scores, new, ~new, {}, measures=each, outcomes=outcomes)
         return judge(inputs, GateSettings(), bounded=True)
@@ -228,6 +230,38 @@ def test_a_version_that_ranks_worse_at_the_same_accuracy_fails():
         assert verdict.verdict == "fail", measure
         assert verdict.numbers[f"{measure}_drop"] > 0
         assert f"by {measure}: " in verdict.reasons[0]
+
+
+def cost(probability, label):
+    alarm = probability > 0.1
+    return (20 * (~alarm & (label == 1)) + (alarm & (label == 0))).mean()
+
+
+class Costs(Classification):
+    measures = (TaskMeasure("cost", cost, higher=False, relative=True),)
+
+
+def test_a_measure_of_ones_own_judges_in_pairs():
+    payments, known = Payments(200, 1), TaskMeasures.of(Costs(), schema_of(2))
+    good, worse = payments.version(0.1), payments.version(1.5)
+    measures = [(known.each["cost"], 0.01)]
+    assert payments.verdict(good, good, measures).verdict == "pass"
+    verdict = payments.verdict(worse, good, measures)
+    assert verdict.verdict == "fail"
+    assert verdict.reasons[0].startswith("worse than the served version by cost: 0.")
+    costs = [cost(probability_of(each.predicted[:, 0]), each.label) for each in (worse, good)]
+    assert verdict.numbers["cost_drop"] == pytest.approx((costs[0] - costs[1]) / costs[1])
+
+
+def test_a_measure_of_ones_own_that_raises_leaves_the_verdict_open():
+    payments, task = Payments(200, 1), Costs()
+    task.measures = (TaskMeasure("cost", lambda _probability, _label: 1 / 0),)
+    version = payments.version(0.1)
+    verdict = payments.verdict(version, version, [(TaskMeasures.of(task, schema_of(2)).each["cost"], 0.01)])
+    assert (verdict.verdict, verdict.reasons) == (
+        "inconclusive",
+        ["cost is not defined on these held-out events"],
+    )
 
 
 def test_small_drops_do_not_add_up():
