@@ -413,7 +413,8 @@ class Assembly:
         yield self._undo
         yield self._open_teacher()
         yield from () if late is None else (late, late.arrivals)
-        yield self._measure_answers()
+        if (served := self._measure_answers()) is not None:
+            yield from (served, served.watch)
         yield from self._judges
         yield self._sharing
         yield None if self._search is None else SearchExtension(self._search)

@@ -17,7 +17,6 @@ from anabranch.ingest.events.identity import partition_base
 from anabranch.ingest.events.partition import latest_incarnations
 from anabranch.ingest.events.schema import Schema
 from anabranch.learner.checkpoints.part_formats import Covers
-from anabranch.learner.evaluate.holdout import HoldoutRows
 from anabranch.learner.evaluate.measures import Estimate, Measure, Outcomes
 from anabranch.learner.evaluate.outcomes import Estimates, predicted_by
 from anabranch.learner.extension import Extension
@@ -53,7 +52,8 @@ class ServedAnswers(Extension):
         assert kind is not None
         outputs = 1 if kind == "number" else schema.label.classes or 1
         self._measures, self._outputs = measures, outputs
-        self._watch = ServedWatch(gate, self._outcomes_of)
+        self.watch = ServedWatch(gate, self._outcomes_of, lambda: self._outcomes)
+        """The extension that comes next to this one."""
         self._join = AnswerJoin(schema.label, outputs)
         decoder = AnswerDecoder(kind, outputs)
         self._reader = AnswersReader(spec.stream, answers.output, labels.wait, decoder, self._estimate)
@@ -123,14 +123,6 @@ class ServedAnswers(Extension):
         self._join.erase(covers)
         self._outcomes = self._join.outcomes
         return 0
-
-    @override
-    def monitor(self, rows: HoldoutRows) -> None:
-        self._watch.run(self._outcomes, rows)
-
-    @override
-    def needed_versions(self) -> set[int]:
-        return set() if (good := self._watch.good) is None else {good}
 
     @property
     @override

@@ -9,9 +9,11 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from typing_extensions import override
 
 from anabranch.learner.evaluate.holdout import HoldoutRows
 from anabranch.learner.evaluate.measures import Outcomes
+from anabranch.learner.extension import Extension
 from anabranch.learner.extensions.served_answers.join import Rows
 from anabranch.learner.versions.format import Verdict
 from anabranch.learner.versions.gate import QualityGate
@@ -26,22 +28,27 @@ OutcomesOf = Callable[[Rows, str], Outcomes]
 """Returns the outcomes of rows, by a field with outputs: `output` has what was served, `own` what the learner has."""
 
 
-class ServedWatch:
+class ServedWatch(Extension):
     """Used by the publisher's thread; any thread may read `good`."""
 
-    def __init__(self, gate: QualityGate, outcomes: OutcomesOf) -> None:
-        self._gate, self._outcomes = gate, outcomes
+    def __init__(self, gate: QualityGate, outcomes: OutcomesOf, rows: Callable[[], Rows]) -> None:
+        """`rows` returns what was served, and its labels, as known now."""
+        self._gate, self._outcomes, self._rows = gate, outcomes, rows
         self.good: int | None = None
         """The version that later ones are compared with; a process that starts takes the oldest with enough labels."""
         self._next_at = 0
         """With how many labels of later versions they are compared next."""
 
-    def run(self, rows: Rows, held_out: HoldoutRows) -> None:
-        """Compare by the measures that decide, and withdraw all versions after the good one where they are worse.
+    @override
+    def needed_versions(self) -> set[int]:
+        return set() if (good := self.good) is None else {good}
 
-        Raises:
-            OSError: a verdict cannot be written now.
-        """
+    @override
+    def monitor(self, rows: HoldoutRows) -> None:
+        """Compare by the measures that decide, and withdraw all versions after the good one where they are worse."""
+        self._compare(self._rows(), rows)
+
+    def _compare(self, rows: Rows, held_out: HoldoutRows) -> None:
         measures = self._gate.choice.now
         rows = rows[np.isfinite(rows["own"]).all(axis=1)]
         versions = [each for each in np.unique(rows["version"]).tolist() if not self._gate.has_failed(each)]

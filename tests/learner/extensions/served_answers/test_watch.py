@@ -21,7 +21,7 @@ class Watching(Bench):
         for _ in range(2):
             self.publish(GOOD)
         self.rows = np.empty(0, AnswerJoin(schema.label, 3)._dtype)
-        self.watched = ServedWatch(self.gate, self.outcomes)
+        self.watched = ServedWatch(self.gate, self.outcomes, lambda: self.rows)
 
     def outcomes(self, rows, field):
         output, label = (torch.from_numpy(rows[name].copy()) for name in (field, "label"))
@@ -36,7 +36,7 @@ class Watching(Bench):
         rows["own"] = np.eye(3)[rows["label"]] * 2 + hard * random.normal(size=(count, 3))
         rows["output"] = rows["own"] + noise * random.normal(size=(count, 3))
         self.rows = np.concatenate([self.rows, rows])
-        self.watched.run(self.rows, self.holdout.held)
+        self.watched.monitor(self.holdout.held)
 
 
 @pytest.fixture
@@ -86,5 +86,5 @@ def test_without_a_measure_or_with_a_good_version_that_is_gone_nothing_is_withdr
     watching.serve(2, 1000, noise=1.0)
     watching.gate.choice.now = measures
     shutil.rmtree(watching.versions.directory(1))
-    watching.watched.run(watching.rows, watching.holdout.held)
+    watching.watched.monitor(watching.holdout.held)
     assert (watching.gate.withdrawn, watching.verdict(2)) == (0, "pass")
