@@ -47,7 +47,7 @@ ALLOWED_IN = {
     "onnxruntime": {"anabranch/commands/versions/export/program.py"},
     "onnxscript": set(),
     "obstore": {"ingest/backfill/object_store.py", "anabranch/core/object_store"},
-    "peft": {"learner/model/adapter.py"},
+    "peft": {"learner/model/adapter.py", "anabranch/commands/versions/export/weights.py"},
     "ptars": {"ingest/formats/protobuf_schema/columns.py"},
     "pynvml": {"learner/device/nvml.py"},
     "pyarrow": {
@@ -79,7 +79,7 @@ ALLOWED_IN = {
         "anabranch/commands/backtest",
         "anabranch/commands/plan/segment_writes.py",
         "anabranch/commands/init/template",
-        "anabranch/commands/versions/export/program.py",
+        "anabranch/commands/versions/export",
         "anabranch/commands/versions/diff.py",
         "anabranch/pretrained.py",
         "anabranch/runtime/model_process.py",

@@ -1,10 +1,13 @@
-"""`anabranch versions export --format`: what cannot be exported as a program is refused, and nothing is written."""
+"""`anabranch versions export --format`: others load it and answer the same; what they could not is refused first."""
 
+import importlib.util
 import json
 import re
 import shutil
 import sys
+import warnings
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from google.protobuf import text_format
 from torch import nn
 
 from anabranch.commands.init.command import write_example, write_history
@@ -19,6 +23,7 @@ from anabranch.commands.init.subject import SubjectOptions, write_subject
 from anabranch.commands.versions.export import program
 from anabranch.commands.versions.export.command import export_version
 from anabranch.commands.versions.export.program import export_program
+from anabranch.commands.versions.export.weights import export_weights
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
@@ -138,7 +143,7 @@ def published(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def write_version(config, rule=None):
+def write_version(config, rule=None, change=lambda module: None):
     """Write version 1 of a pipeline, with its first weights; where features are learned, of 40 random events."""
     model, schema = config.pipeline.model, Schema(config.pipeline.events)
     module = build_on_device(model, config.folder, CPU, schema)
@@ -152,6 +157,7 @@ def write_version(config, rule=None):
         learned.observe(columns, Residual(torch.randn(40, 3), torch.ones(40, 3)))
     strategy = build_strategy(config.pipeline.learner.strategy, model, make_task(model.task))
     module = strategy.convert(module, ModelContext(CPU, schema, model.embedding))
+    change(module)
     weights = trained_state(module)
     manifest = manifest_of(
         1,
@@ -161,11 +167,14 @@ def write_version(config, rule=None):
         parts=parts_in(weights),
         base=write_base(bases_in(config.state_dir), module),
         rule=rule,
+        metrics={"now": 0.75},
+        constant={"now": 0.5},
+        through={"numbers:0": 41},
     )
     Versions(config.state_dir / "versions").write(weights, manifest, Verdict("pass"))
 
 
-def refused(config, folder, form="torch"):
+def refused(config, folder, form="program"):
     with pytest.raises(SettingsError) as refusal:
         export_program(config, "latest", folder, form)
     assert not list(folder.parent.glob("*program*"))
@@ -174,10 +183,14 @@ def refused(config, folder, form="torch"):
 
 @pytest.mark.slow
 def test_a_program_takes_any_number_of_rows(published, tmp_path):
-    exported = export_program(published(), "latest", tmp_path / "a" / "program", "torch")
+    exported = export_program(published(), "latest", tmp_path / "a" / "program", "program")
     assert exported.rows == 74
     assert exported.difference <= 1e-5
-    assert sorted(path.name for path in (tmp_path / "a" / "program").iterdir()) == ["manifest.json", "model.pt2"]
+    assert sorted(path.name for path in (tmp_path / "a" / "program").iterdir()) == [
+        "README.md",
+        "manifest.json",
+        "model.pt2",
+    ]
     module = torch.export.load(tmp_path / "a" / "program" / "model.pt2").module()
     for rows in (1, 5):
         assert module(torch.zeros(rows, 4))["probabilities"].shape == (rows, 3)
@@ -185,7 +198,7 @@ def test_a_program_takes_any_number_of_rows(published, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["torch", "onnx"])
+@pytest.mark.parametrize("form", ["program", "onnx"])
 def test_a_program_has_what_was_learned_of_features(published, tmp_path, form):
     pytest.importorskip("onnxscript" if form == "onnx" else "torch")
     config = published(pipeline=PIPELINE.replace("[schema.label]", f"{LEARNED}[schema.label]"), source=LEARNED_MODEL)
@@ -196,7 +209,7 @@ def test_a_program_has_what_was_learned_of_features(published, tmp_path, form):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("published")
-@pytest.mark.parametrize("form", ["torch", "onnx"])
+@pytest.mark.parametrize("form", ["program", "onnx"])
 @pytest.mark.parametrize("kind", ["example", "history", "history of a regression", "subject"])
 def test_what_init_writes_can_be_exported(tmp_path, registry, kind, form):
     pytest.importorskip("onnxscript" if form == "onnx" else "torch")
@@ -223,7 +236,7 @@ def test_what_init_writes_can_be_exported(tmp_path, registry, kind, form):
 @pytest.mark.parametrize(
     ("form", "rule"),
     [
-        ("torch", AnswerRule(Calibration("platt", 500, scale=0.7, bias=[0.5, -1.0]), odds=-1.2)),
+        ("program", AnswerRule(Calibration("platt", 500, scale=0.7, bias=[0.5, -1.0]), odds=-1.2)),
         ("onnx", AnswerRule(ISOTONIC, costs=[[0, 1], [0.3, 0]])),
     ],
 )
@@ -316,5 +329,235 @@ def test_a_version_with_experts_is_refused(published, tmp_path):
 def test_onnx_without_its_extra_is_one_sentence(published, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "find_spec", lambda name: None if name == "onnxruntime" else object())
     assert refused(published(), tmp_path / "b" / "program", "onnx") == (
-        '--format onnx needs onnxruntime: pip install "anabranch[onnx]"; --format torch needs no extra'
+        '--format onnx needs onnxruntime: pip install "anabranch[onnx]"; --format program needs no extra'
     )
+
+
+SIZED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+def build(width):
+    torch.manual_seed(0)
+    return Net(width)
+"""
+SIZED_PIPELINE = f"{PIPELINE}args = {{width = 5}}\n"
+ADAPTED_PIPELINE = f'{SIZED_PIPELINE}[model.adapter]\nrank = 2\nalpha = 3.0\ntargets = ["body.0"]\ntrain = ["head"]\n'
+
+
+def sized(published, pipeline):
+    """Publish a version of the sized model, whose weights and buffers are all random."""
+    config = published(pipeline=pipeline, source=SIZED)
+    shutil.rmtree(config.state_dir)
+
+    def change(module):
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in module.state_dict().items():
+            if tensor.is_floating_point() and (".lora_" in name or "head" in name or "running_mean" in name):
+                tensor += torch.randn(tensor.shape, generator=generator)
+
+    write_version(config, change=change)
+    return config
+
+
+def version_of(config):
+    schema = Schema(config.pipeline.events)
+    deployment = Deployment("numbers", schema, config.pipeline.model, config.folder, config.state_dir, CPU)
+    return load_version(deployment, deployment.versions.manifest(1), 8)
+
+
+def events_of(version, rows):
+    """Return features of some rows, which differ."""
+    generator = np.random.default_rng(1)
+    events = version.zeros(rows)
+    return {
+        name: array + generator.random(array.shape).astype(array.dtype) if array.dtype.kind == "f" else array
+        for name, array in events.items()
+    }
+
+
+@pytest.mark.slow
+def test_the_mixin_of_the_hub_loads_what_hf_has(published, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    config = sized(published, SIZED_PIPELINE)
+    folder = tmp_path / "out"
+    assert export_weights(config, "latest", folder, "hf").difference <= 1e-5
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md", "config.json", "manifest.json", "model.safetensors",
+    ]  # fmt: skip
+    assert json.loads((folder / "config.json").read_text())["anabranch"]["version"] == 1
+
+    class OfHub(sys.modules["program_model"].Net, hub.PyTorchModelHubMixin):
+        pass
+
+    version = version_of(config)
+    x = events_of(version, 5)
+    with torch.no_grad():
+        found = OfHub.from_pretrained(str(folder)).eval()(torch.from_numpy(x["x"])).softmax(1)
+    np.testing.assert_allclose(found.numpy(), version.run(x)["probabilities"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_peft_loads_the_adapter_and_what_else_trains(published, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = sized(published, ADAPTED_PIPELINE)
+    assert export_weights(config, "latest", tmp_path / "out", "peft").difference <= 1e-5
+    version = version_of(config)
+    x = events_of(version, 5)
+    with warnings.catch_warnings(action="ignore"):
+        module = peft.PeftModel.from_pretrained(sys.modules["program_model"].build(5), str(tmp_path / "out")).eval()
+    with torch.no_grad():
+        found = module(torch.from_numpy(x["x"])).softmax(1).numpy()
+    np.testing.assert_allclose(found, version.run(x)["probabilities"], rtol=1e-5)
+
+
+def test_an_adapter_of_a_model_that_begins_at_random_is_refused(published, tmp_path):
+    pytest.importorskip("peft")
+    config = sized(published, ADAPTED_PIPELINE)
+    module = sys.modules["program_model"]
+    module.build = lambda width: module.Net(width)
+    with pytest.raises(SettingsError, match="answers otherwise than the version"):
+        export_weights(config, "latest", tmp_path / "out", "peft")
+    assert not (tmp_path / "out").exists()
+
+
+def two_classes(published, rule):
+    source = MODEL.replace("(4, 3)", "(4, 2)").replace("return {}", f"return {PLAIN}")
+    config = published(pipeline=PIPELINE.replace("classes = 3", "classes = 2"), source=source)
+    shutil.rmtree(config.state_dir)
+    write_version(config, rule)
+    return config
+
+
+def learning(published):
+    return published(pipeline=PIPELINE.replace("[schema.label]", f"{LEARNED}[schema.label]"), source=LEARNED_MODEL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["learned features", "calibration"])
+def test_mlflow_loads_a_version_with_all_that_it_answers_from(published, tmp_path, kind):
+    pandas = pytest.importorskip("pandas")
+    pyfunc = pytest.importorskip("mlflow.pyfunc")
+    learns = kind == "learned features"
+    config = learning(published) if learns else two_classes(published, AnswerRule(ISOTONIC))
+    folder = tmp_path / "out"
+    assert export_program(config, "latest", folder, "mlflow").difference <= 1e-5
+    version = version_of(config)
+    events = events_of(version, 5)
+    expected = version.run(events)
+    try:
+        model = pyfunc.load_model(str(folder))
+        frame = pandas.DataFrame({name: list(array) for name, array in events.items()})
+        for rows in (events, frame):
+            found = model.predict(rows)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                np.testing.assert_allclose(found[name], value, rtol=1e-5)
+    finally:
+        sys.modules.pop("anabranch_program", None)
+    assert {each.name for each in model.metadata.get_input_schema().inputs} == events.keys()
+
+
+class Backend(ModuleType):
+    """The module that Triton gives to models in Python."""
+
+    class Tensor(SimpleNamespace):
+        def __init__(self, name, array):
+            super().__init__(name=name, as_numpy=lambda: array)
+
+    @staticmethod
+    def get_input_tensor_by_name(request, name):
+        return Backend.Tensor(name, request[name])
+
+    @staticmethod
+    def InferenceResponse(output_tensors):
+        return {each.name: each.as_numpy() for each in output_tensors}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["onnxruntime", "python"])
+def test_triton_has_a_repository_whose_configuration_fits_what_runs(published, tmp_path, monkeypatch, backend):
+    configs = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    if backend == "python":
+        monkeypatch.setattr(program, "find_spec", lambda _: None)
+    else:
+        pytest.importorskip("onnxscript")
+    config = learning(published)
+    exported = export_program(config, "latest", tmp_path / "out", "triton")
+    assert exported.file == f"numbers/1/model.{'onnx' if backend == 'onnxruntime' else 'pt2'}"
+    text = (tmp_path / "out/numbers/config.pbtxt").read_text()
+    described = text_format.Parse(text, configs.ModelConfig())
+    assert (described.name, described.backend, described.max_batch_size) == ("numbers", backend, 1024)
+    version = version_of(config)
+    events = events_of(version, 5)
+    expected = version.run(events)
+    for each, arrays in ((described.input, events), (described.output, expected)):
+        assert [tensor.name for tensor in each] == [*arrays]
+        for tensor in each:
+            array = arrays[tensor.name]
+            shape = tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims
+            assert (tuple(shape), [*tensor.dims]) == (array.shape[1:], [*(array.shape[1:] or (1,))])
+            assert configs.DataType.Name(tensor.data_type) == TYPES[array.dtype.name]
+    if backend == "python":
+        monkeypatch.setitem(sys.modules, "triton_python_backend_utils", Backend("backend"))
+        spec = importlib.util.spec_from_file_location("triton_model", tmp_path / "out/numbers/1/model.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        model = module.TritonPythonModel()
+        names = {key: [{"name": tensor.name} for tensor in getattr(described, key)] for key in ("input", "output")}
+        model.initialize({"model_config": json.dumps(names)})
+        (found,) = model.execute([events])
+    else:
+        session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "out" / exported.file)
+        found = dict(zip(expected, session.run([*expected], events), strict=True))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+
+
+TYPES = {"float32": "TYPE_FP32", "int64": "TYPE_INT64"}
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "sentence"),
+    [
+        ("hf", "learned", "[schema] learns features, which others do not have; take --format mlflow"),
+        ("hf", "rule", "[task] changes what the model answers; take --format mlflow"),
+        ("hf", "adapter", "its weights are those of [model.adapter]; take --format peft"),
+        ("peft", "plain", "it has no [model.adapter]; take --format hf"),
+    ],
+)
+def test_what_weights_alone_do_not_answer_is_refused(published, tmp_path, form, kind, sentence):
+    if kind == "adapter":
+        pytest.importorskip("peft")
+    config = {
+        "learned": lambda: learning(published),
+        "rule": lambda: two_classes(published, AnswerRule(ISOTONIC)),
+        "adapter": lambda: sized(published, ADAPTED_PIPELINE),
+        "plain": published,
+    }[kind]()
+    with pytest.raises(SettingsError, match=re.escape(f"version 1 cannot be exported as {form}: {sentence}")):
+        export_weights(config, "latest", tmp_path / "out", form)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_card_has_what_is_known_and_leaves_the_intended_use_to_a_person(published, tmp_path):
+    export_weights(published(), "latest", tmp_path / "out", "hf")
+    card = (tmp_path / "out/README.md").read_text()
+    for line in (
+        "# numbers, version 1",
+        "| `x` | float32 | [4] |",
+        "| now | 0.75 | 0.5 |",
+        "- `numbers:0`: 41",
+        "*To be written by a person: for what and for whom the model is, and for what it is not.*",
+    ):
+        assert line in card.splitlines()
+    assert "verdict: pass" in card

@@ -23,12 +23,13 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create; it may exist if it is empty.")],
     config: Config,
     format_: Annotated[
-        Literal["safetensors", "onnx", "torch"],
+        Literal["safetensors", "hf", "peft", "onnx", "program", "mlflow", "triton"],
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="safetensors: the weights; onnx or torch: a program that answers without Anabranch, compared with the "
-            "version's own answers.",
+            help="safetensors: the weights; hf: with config and model card; peft: those of an adapter; onnx or "
+            "program: a program that answers without Anabranch, compared with the version's own answers; mlflow or "
+            "triton: it as a model of theirs.",
         ),
     ] = "safetensors",
     as_json: AsJson = False,
@@ -40,8 +41,13 @@ def export(
         files: object = manifest.files
     else:
         from anabranch.commands.versions.export.program import export_program
+        from anabranch.commands.versions.export.weights import export_weights
 
-        program = export_program(config, which, folder, format_)
+        program = (
+            export_weights(config, which, folder, format_)
+            if format_ == "hf" or format_ == "peft"
+            else export_program(config, which, folder, format_)
+        )
         manifest, files = program.manifest, [program.file]
         compared = f"; {program.rows} answers differ from the version's by {program.difference:.1g} at most"
     if as_json:

@@ -1,4 +1,4 @@
-"""`versions export --format`: a version as a program that answers without Anabranch, for ONNX Runtime or torch.
+"""`versions export --format`: a version as a program that answers without Anabranch, by itself or in a package.
 
 The program is traced by `torch.export`: it takes the schema's features in their order, `[B, *shape]` with any B of at
 least 1, and returns what the task predicts, as serving does. Strings are ids already.
@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.commands.versions.export.folder import new_folder
+from anabranch.commands.versions.export.packages import write_card, write_mlflow, write_triton
 from anabranch.commands.versions.show import Which, stored_versions, version_number
 from anabranch.config.loader import Config
 from anabranch.config.pipeline import Pipeline
@@ -38,9 +39,9 @@ from anabranch.serving.rollout.eligibility import misfit, requirements_of
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-ProgramFormat = Literal["onnx", "torch"]
+ProgramFormat = Literal["onnx", "program", "mlflow", "triton"]
 
-_FILES: Mapping[ProgramFormat, str] = {"onnx": "model.onnx", "torch": "model.pt2"}
+_ONNX_FILE, _TORCH_FILE = "model.onnx", "model.pt2"
 _ONNX = ("onnx", "onnxruntime", "onnxscript")
 _EXPORTERS = ("torch.onnx", "onnx_ir", "onnxscript")
 _CHECKED = (1, 2, 7, 64)
@@ -57,7 +58,7 @@ class ExportedVersion:
 
     Attributes:
         manifest: of the version.
-        file: the program, in the folder.
+        file: the program, relative to the folder.
         rows: how many answers were compared with those of the version.
         difference: the largest between two numbers, as `_TOLERANCE` counts it.
     """
@@ -93,8 +94,85 @@ def export_program(config: Config, which: Which, folder: Path, form: ProgramForm
             traced, the program answers otherwise, an extra is missing, or the folder cannot be written.
         VersionError: files of the version are missing or damaged.
     """
-    if form == "onnx":
-        _require_onnx()
+    is_onnx = form == "onnx" or (form == "triton" and not _missing_onnx())
+    if form == "onnx" and (missing := _missing_onnx()):
+        raise SettingsError(
+            f'--format onnx needs {" and ".join(missing)}: pip install "anabranch[onnx]"; --format program needs no '
+            "extra"
+        )
+    opened = open_version(config, which, form)
+    version, number, name = opened.version, opened.version.number, config.pipeline.name
+    inputs = version.zeros(1)
+    outputs = version.run(inputs)
+    program = ServedProgram(version.module, opened.deployment.task, list(inputs), version.answers)
+    model = Path(name) / str(number) if form == "triton" else Path()
+    file = model / (_ONNX_FILE if is_onnx else _TORCH_FILE)
+    with new_folder(folder) as temporary:
+        (temporary / model).mkdir(parents=True, exist_ok=True)
+        with _quiet():
+            traced = _traced(program, _tensors(opened.batches[1]), number)
+            answers = _written(traced, temporary / file, version, is_onnx=is_onnx)
+            difference = opened.difference(answers)
+        usage = f"`torch.export.load('{file}').module()` takes the features below, in this order."
+        if form == "mlflow":
+            write_mlflow(temporary, name, number, inputs, outputs)
+            usage = "`mlflow.pyfunc.load_model(folder).predict(rows)` takes a frame, or arrays by name."
+        elif form == "triton":
+            write_triton(temporary / name, name, inputs, outputs, is_onnx=is_onnx)
+            usage = "`tritonserver --model-repository folder` serves it."
+        elif is_onnx:
+            usage = f"`onnxruntime.InferenceSession('{file}')` takes the features below by name."
+        opened.write_facts(temporary, f"{usage} Strings are ids, as `encoders` of `{MANIFEST}` says.")
+    return ExportedVersion(opened.manifest, str(file), opened.rows, difference)
+
+
+@dataclass(frozen=True)
+class OpenedVersion:
+    """A version of the config's model and schema, in memory on the CPU, and random rows to compare answers with.
+
+    Attributes:
+        config: of the pipeline.
+        deployment: what answers.
+        manifest: of the version.
+        version: it.
+        batches: features of some rows each.
+    """
+
+    config: Config
+    deployment: Deployment
+    manifest: Manifest
+    version: ServedVersion
+    batches: Sequence[Mapping[str, Array]]
+
+    def difference(self, answers: Callable[[Mapping[str, Array]], Mapping[str, Array]]) -> float:
+        """Return the largest difference from the version's answers; raises SettingsError if it is too large."""
+        number = self.manifest.number
+        return max(_difference(answers(batch), self.version.run(batch), number) for batch in self.batches)
+
+    def difference_of(self, module: nn.Module) -> float:
+        """Return the same of a module that answers from what it outputs."""
+        program = ServedProgram(module, self.deployment.task, list(self.batches[0]), None)
+
+        def answers(batch: Mapping[str, Array]) -> Mapping[str, Array]:
+            with torch.no_grad():
+                return {name: value.numpy() for name, value in program(*_tensors(batch)).items()}
+
+        return self.difference(answers)
+
+    @property
+    def rows(self) -> int:
+        """How many answers are compared."""
+        return sum(_CHECKED)
+
+    def write_facts(self, folder: Path, usage: str) -> None:
+        """Write the manifest and the model card; `usage` says how the folder is loaded."""
+        versions, number = self.deployment.versions, self.manifest.number
+        write_durably(folder / MANIFEST, [versions.folder(number).read(MANIFEST)])
+        write_card(folder, self.config.pipeline, self.manifest, versions.verdict(number), self.version.zeros(1), usage)
+
+
+def open_version(config: Config, which: Which, form: str) -> OpenedVersion:
+    """Load a version to export it; raises as `export_program`."""
     pipeline = config.pipeline
     _check_exportable(pipeline, form)
     versions = stored_versions(config)
@@ -102,12 +180,12 @@ def export_program(config: Config, which: Which, folder: Path, form: ProgramForm
     manifest = versions.manifest(number)
     if manifest.parts:
         raise SettingsError(
-            f"version {number} cannot be exported as a program: its model chooses one of {manifest.parts} parts for "
-            "each event in Python; take --format safetensors"
+            f"version {number} cannot be exported as {form}: its model chooses one of {manifest.parts} parts for each "
+            "event in Python; take --format safetensors"
         )
     schema = Schema(pipeline.events)
     if sentence := misfit(manifest, requirements_of(schema, pipeline.model)):
-        raise SettingsError(f"version {number} cannot be exported as a program: {sentence}")
+        raise SettingsError(f"version {number} cannot be exported as {form}: {sentence}")
     deployment = Deployment(
         name=pipeline.name,
         schema=schema,
@@ -117,20 +195,11 @@ def export_program(config: Config, which: Which, folder: Path, form: ProgramForm
         device=torch.device("cpu"),
     )
     version = load_version(deployment, manifest, max(_CHECKED))
-    names = [feature.name for feature in schema.features]
-    program = ServedProgram(version.module, deployment.task, names, version.answers)
     generator = np.random.default_rng(0)
-    batches = [_rows(schema, rows, generator) for rows in _CHECKED]
-    with new_folder(folder) as temporary:
-        with _quiet():
-            traced = _traced(program, _tensors(batches[1]), number)
-            answers = _written(traced, temporary / _FILES[form], form, version)
-            difference = max(_difference(answers(batch), version.run(batch), number) for batch in batches)
-        write_durably(temporary / MANIFEST, [versions.folder(number).read(MANIFEST)])
-    return ExportedVersion(manifest, _FILES[form], sum(_CHECKED), difference)
+    return OpenedVersion(config, deployment, manifest, version, [_rows(schema, rows, generator) for rows in _CHECKED])
 
 
-def _check_exportable(pipeline: Pipeline, form: ProgramFormat) -> None:
+def _check_exportable(pipeline: Pipeline, form: str) -> None:
     storage, adapter = pipeline.storage, pipeline.model.adapter
     if storage is not None and storage.mode == "only" and pipeline.serving.versions_from == "state_dir":
         raise SettingsError(
@@ -144,12 +213,8 @@ def _check_exportable(pipeline: Pipeline, form: ProgramFormat) -> None:
         )
 
 
-def _require_onnx() -> None:
-    missing = [name for name in _ONNX if find_spec(name) is None]
-    if missing:
-        raise SettingsError(
-            f'--format onnx needs {" and ".join(missing)}: pip install "anabranch[onnx]"; --format torch needs no extra'
-        )
+def _missing_onnx() -> list[str]:
+    return [name for name in _ONNX if find_spec(name) is None]
 
 
 def _traced(program: ServedProgram, features: Sequence[Tensor], number: int) -> "ExportedProgram":
@@ -167,10 +232,10 @@ def _traced(program: ServedProgram, features: Sequence[Tensor], number: int) -> 
         ) from exc
 
 
-def _written(program: "ExportedProgram", path: Path, form: ProgramFormat, version: ServedVersion) -> Any:
+def _written(program: "ExportedProgram", path: Path, version: ServedVersion, *, is_onnx: bool) -> Any:
     """Write a program, and return a function from features to answers that runs what was written."""
     names = list(version.zeros(1))
-    if form == "torch":
+    if not is_onnx:
         torch.export.save(program, path)
         module = torch.export.load(path).module()
         return lambda batch: {name: value.numpy() for name, value in module(*_tensors(batch)).items()}
@@ -187,7 +252,7 @@ def _written(program: "ExportedProgram", path: Path, form: ProgramFormat, versio
         raise
     except Exception as exc:  # operators that ONNX lacks, or that the runtime refuses, in as many forms as there are
         raise SettingsError(
-            f"version {version.number} cannot be exported to ONNX; try --format torch: {_first_line(exc)}"
+            f"version {version.number} cannot be exported to ONNX; try --format program: {_first_line(exc)}"
         ) from exc
     return lambda batch: dict(zip(outputs, session.run(outputs, dict(batch)), strict=True))
 
@@ -198,9 +263,7 @@ def _difference(found: Mapping[str, Array], expected: Mapping[str, Array], numbe
     for name, value in expected.items():
         other = np.asarray(found[name])
         if other.shape != value.shape:
-            raise SettingsError(
-                f"the program of version {number} answers {name} {other.shape} instead of {value.shape}"
-            )
+            raise SettingsError(f"the export of version {number} answers {name} {other.shape} instead of {value.shape}")
         same = other == value
         if value.dtype.kind != "f":
             largest = largest if same.all() else math.inf
@@ -211,7 +274,7 @@ def _difference(found: Mapping[str, Array], expected: Mapping[str, Array], numbe
         largest = max(largest, float(relative.max(initial=0)))
     if not largest <= _TOLERANCE:
         raise SettingsError(
-            f"the program of version {number} answers otherwise than the version, by {largest:.2g}; nothing was written"
+            f"the export of version {number} answers otherwise than the version, by {largest:.2g}; nothing was written"
         )
     return largest
 
