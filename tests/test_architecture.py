@@ -57,6 +57,7 @@ ALLOWED_IN = {
         "ingest/backfill",
         "ingest/formats/protobuf_schema/columns.py",
         "anabranch/api/data.py",
+        "anabranch/commands/backtest/predictions_file.py",
         "anabranch/commands/event_files/files.py",
         "anabranch/commands/init/history.py",
     },

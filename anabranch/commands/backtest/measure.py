@@ -89,6 +89,8 @@ class BacktestResult:
     """What needs no model, on the events of the run of the settings."""
     measures: list[BacktestMeasure] = field(default_factory=list)
     """The measures of the task, of the run of the settings."""
+    measure: str = ""
+    """By which the gate has judged besides the score; empty: by none."""
     versions: list[BacktestVersion] = field(default_factory=list)
     """The versions that the run of the settings would have published."""
     slices: dict[str, SliceReport] = field(default_factory=dict)
@@ -163,8 +165,8 @@ def run_backtest(
             blocks = partial(blocks_of, read, spec.stream, schema)
             end = run_pipeline(run.spec, events, blocks, log, tick, stop, labels)
         if number == 1:
-            _add_first(result, rows, read, log, end, every)
             result.stopped = stop.is_set()
+            _add_first(result, rows, read, log, end, every)
         if not log.points:
             break
         last, ended = log.points[-1], () if labels is None else (labels.labelled, labels.timed_out)
@@ -183,13 +185,16 @@ def _add_first(
     result.events, result.held_out = log.scored_events, log.held_out
     result.skipped, result.first_fault = read.unusable, read.first_fault
     if not log.points:
+        if result.stopped:
+            raise SettingsError("stopped before an event was scored")
         if end.problem is not None:
             raise SettingsError(f"no event of {rows.name} could be scored: {end.problem}")
         why = f"; the first that cannot be used: {result.first_fault}" if result.first_fault else ""
         raise SettingsError(f"{rows.name} has no event with a label that the pipeline can use{why}")
     result.points = _thinned(log.points, every or max(1, log.scored_events // _LINES))
     result.baselines, result.measures, result.versions = log.baselines(), log.measures(), log.versions
-    result.drifts, result.warnings, result.slices = end.drifts, end.warnings, dict(end.slices)
+    result.drifts, result.warnings, result.measure = end.drifts, end.warnings, end.measure
+    result.slices = dict(end.slices)
 
 
 class _Pace:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ from anabranch.core.temporary_files import temporary_folder
 from anabranch.ingest.events.block import Array
 from anabranch.ingest.settings.stream import HoldOut, LagPolicySettings, SchemaSettings
 from anabranch.learner.assembly import Assembly
-from anabranch.learner.evaluate.measures import Measure
-from anabranch.learner.evaluate.outcomes import TaskMeasures, predicted_by
+from anabranch.learner.evaluate.outcomes import TaskMeasures
 from anabranch.learner.evaluate.stream_monitor import StreamMonitor
 from anabranch.learner.extension import Extension, overriding
 from anabranch.learner.model.task import Task
@@ -129,26 +128,6 @@ class EventSink(Protocol):
     def add(self, events: PredictedEvents) -> None:
         """Take the next ones."""
         ...
-
-
-class Kept:
-    """The scores of all events of a run, by which runs on the same events are compared."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[NDArray[Any], ...]] = []
-
-    def add(self, events: PredictedEvents) -> None:
-        """Keep the scores of the next events, and where it is small what the measures of two classes need."""
-        output, columns = events.output_B, events.columns
-        odds_B = np.full(len(events.score_B), np.nan, np.float32)
-        if output.ndim == 2 and output.shape[1] == 2 and columns["label"].ndim == 1:
-            odds_B = predicted_by("two-classes", output, output).numpy(force=True)[:, 0]
-        label = columns["label"] if columns["label"].ndim == 1 else np.zeros(len(odds_B), np.int64)
-        self._parts.append((columns["offset"], events.score_B, events.loss_B, odds_B, label, columns["group_hash"]))
-
-    def joined(self) -> tuple[NDArray[Any], ...]:
-        """Return the number, score, loss, log-odds, label and group of each event."""
-        return tuple(np.concatenate(column) for column in zip(*self._parts, strict=True))
 
 
 class RunLog(Extension):
@@ -259,8 +238,8 @@ class RunEnd:
     """What the pipeline would have said, such as which features have drifted."""
     problem: str | None
     """Why steps were not taken."""
-    measure: Measure | None
-    """By which the gate has judged, besides the score."""
+    measure: str
+    """By which the gate has judged besides the score; empty: by none."""
     slices: Mapping[str, SliceReport]
     """The last version by the slices of `gate.slices`, on held-out events."""
 
@@ -340,7 +319,7 @@ def run_pipeline(
         ]
         problem = loop.raising_events.problem or loop.non_finite.problem
         chosen = publisher.gate.choice.now
-        measure = chosen[0][0] if chosen else None
+        measure = chosen[0][0].name if chosen else ""
         said = [each for each in warnings if each]
         return RunEnd(loop.monitor.drift.count, said, problem, measure, publisher.slices)
 

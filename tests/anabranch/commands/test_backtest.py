@@ -1,9 +1,12 @@
 """`anabranch backtest`: what is learned from a file, and what is said of it."""
 
+import csv
 import itertools
 import json
 import re
+import signal
 import sys
+import threading
 from typing import get_args
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 
 from anabranch.commands.backtest.measure import run_backtest
 from anabranch.commands.backtest.rows import EventsInMemory, EventsOfFile, RowsRead, blocks_of
+from anabranch.commands.backtest.sweep import run_sweep, values_of
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.block import Outcome
@@ -22,6 +26,7 @@ from anabranch.learner.loop.learning_step import LearningStep
 from anabranch.replay.build import build_store
 from anabranch.replay.store import Store
 from tests.support.tokenizer import write_tokenizer
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -513,3 +518,147 @@ def test_a_text_that_a_tokenizer_cannot_encode_is_left_out_and_named(tmp_path, t
         (columns,) = blocks_of(read, spec.stream, schema, HoldOut(fraction=0, seed=0))
     assert columns["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
     assert str(read.first_fault).startswith("row 2: the tokenizer cannot encode a text: ")
+
+
+@pytest.mark.slow
+def test_versions_are_judged_and_a_worse_one_is_held_back(table):
+    """The labels of the last third are turned around: what is learned from them is worse on old held-out events."""
+    file = table(FLOATS, LINEAR, vector, "[gate]\nholdout_fraction = 0.3\nmin_rows = 50\n")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for event in lines[2000:]:
+        event["y"] = 1 - event["y"]
+    file.write_text("".join(json.dumps(event) + "\n" for event in lines))
+    result = run_backtest(load_config(file.parent / "pipeline.toml", {}).pipeline, EventsOfFile(file), every=150)
+    assert [each.number for each in result.versions] == [*range(1, len(result.versions) + 1)]
+    serving = [each.serving for each in result.versions]
+    for each, before in zip(result.versions, [None, *serving], strict=False):
+        assert each.serving == (before if each.verdict == "fail" else each.number)
+    assert any(each.verdict == "pass" for each in result.versions)
+    held_back = [each for each in result.versions if each.verdict == "fail"]
+    assert held_back
+    assert all(each.events > 1000 and each.reasons for each in held_back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+def test_each_event_is_written_with_its_prediction(run, file, suffix):
+    path = file.with_name(f"predictions{suffix}")
+    document = json.loads(run(file, "--output", path, "--json")[1])
+    if suffix == ".parquet":
+        rows = pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    elif suffix == ".csv":
+        with path.open(newline="") as lines:
+            rows = [{name: json.loads(cell or "null") for name, cell in row.items()} for row in csv.DictReader(lines)]
+    else:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == document["events"]
+    last = document["points"][-1]
+    assert np.mean([row["prediction"] == row["label"] for row in rows]) == pytest.approx(last["overall"])
+    assert np.mean([row["loss"] for row in rows]) == pytest.approx(last["overall_loss"], rel=1e-4)
+    assert all(int(np.argmax(row["probabilities"])) == row["prediction"] for row in rows)
+    assert rows[0]["version"] is None
+    assert rows[-1]["version"] == document["versions"][-2]["serving"]
+    assert [row["event"] for row in rows] == sorted({row["event"] for row in rows} - {5, 6})
+
+
+@pytest.mark.slow
+def test_values_of_a_setting_are_compared_on_the_same_events(run, file):
+    code, out, err = run(file, "--sweep", "learner.optimizer.lr=0.01,1e-6,0.011", "--json")
+    document = json.loads(out)
+    assert (code, err, document["key"], document["measure"]) == (0, "", "learner.optimizer.lr", "accuracy")
+    good, bad, like = document["values"]
+    assert [each["value"] for each in document["values"]] == ["0.01", "1e-6", "0.011"]
+    assert [each["best"] for each in document["values"]].count(True) == 1
+    assert not bad["best"]
+    assert bad["worse"] > bad["worse_lower"] > 0.2
+    other = like if good["best"] else good
+    assert other["worse_lower"] < other["worse"] < 0.05
+    assert all(each["lower"] < each["score"] < each["upper"] for each in document["values"])
+    alone = json.loads(run(file, "--set", "learner.optimizer.lr=0.01", "--json")[1])
+    assert good["score"] == pytest.approx(alone["points"][-1]["overall"])
+    assert len(alone["versions"]) == good["versions"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--sweep", "learner.batch_size=32"), "write SECTION.KEY=VALUE,VALUE,... with two or more different values"),
+        (("--sweep", "learner.batch_sise=32,64"), "--set learner.batch_sise: "),
+        (("--sweep", "learner.batch_size=32,many"), "batch_size"),
+        (("--sweep", "seed=1,2", "--compare"), "--sweep shows one line for each value"),
+        (("--output", "x.xlsx"), "name a file that ends with .parquet, .csv, .jsonl"),
+        (("--output", "no/such/folder/x.csv"), "--output no/such/folder/x.csv cannot be written: No such file"),
+    ],
+)
+def test_what_cannot_be_swept_or_written_is_one_sentence(run, file, options, sentence):
+    code, _, err = run(file, *options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert sentence in err
+
+
+def test_commas_within_brackets_and_quotes_separate_no_values():
+    text = 'learner.optimizer={name="adamw", lr=0.1},"a,b",[1, 2]'
+    assert values_of(text) == ("learner.optimizer", ['{name="adamw", lr=0.1}', '"a,b"', "[1, 2]"])
+
+
+@pytest.mark.slow
+def test_a_rare_class_is_swept_by_the_measure_of_the_gate(table):
+    rare = "[gate]\nholdout_fraction = 0.2\nmeasures = {average_precision = 0.01}\n"
+    file = table(FLOATS, LINEAR, vector, rare)
+    spec = load_config(file.parent / "pipeline.toml", {}).pipeline
+    optimizer = spec.learner.optimizer.model_copy(update={"lr": 1e-7})
+    slow = spec.with_changes(learner=spec.learner.model_copy(update={"optimizer": optimizer}))
+    result = run_sweep("lr", {"fast": spec, "slow": slow}, EventsOfFile(file))
+    assert result.measure == "average_precision"
+    fast, other = result.values
+    assert (fast.best, other.best) == (True, False)
+    assert fast.score > other.score
+    assert other.worse_lower > 0
+
+
+@pytest.mark.slow
+def test_it_calls_back_and_ends_once_its_event_is_set(example, file):
+    stop, seen = threading.Event(), []
+
+    def progress(each):
+        seen.append(each)
+        if each.events >= 500:
+            stop.set()
+
+    spec = load_config(example / "pipeline.toml", {}).pipeline
+    result = run_backtest(spec, EventsOfFile(file), compare=True, progress=progress, stop=stop)
+    assert result.stopped
+    assert 500 <= result.events <= 500 + spec.learner.batch_size
+    assert result.points[-1].events == result.events
+    assert len(result.runs) == 1, "no other run begins"
+    parts = [each.part for each in seen]
+    assert parts == sorted(parts)
+    assert all(each.runs == 2 for each in seen)
+
+
+@pytest.mark.slow
+def test_events_in_memory_are_those_of_a_file(example, file):
+    events = [json.loads(line) for line in file.read_text().splitlines() if line != "nonsense"]
+    file.write_text("".join(json.dumps(each) + "\n" for each in events))
+    spec = load_config(example / "pipeline.toml", {}).pipeline
+    results = [run_backtest(spec, rows) for rows in (EventsOfFile(file), EventsInMemory(events))]
+    assert results[0].points[-1].overall == results[1].points[-1].overall
+    assert results[0].events == results[1].events
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_ctrl_c_prints_what_there_is(example, file, spawn, tmp_path):
+    file.write_text(file.read_text() * 100)
+    arguments = "backtest", file, "--every", "500", "--json", "-c", example / "pipeline.toml"
+    process = spawn("-m", "anabranch", *arguments, environment={"TMPDIR": str(tmp_path)})
+    wait_until(lambda: [*tmp_path.glob("anabranch-backtest-*/versions/*/manifest.json")], every=0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    document = json.loads(out)
+    assert (process.returncode, document["stopped"]) == (0, True)
+    assert "stopping on SIGINT" in err
+    assert "Traceback" not in err
+    assert 0 < document["points"][-1]["events"] == document["events"] < 190_000
+    assert document["versions"]
+    assert not [*tmp_path.glob("anabranch-backtest-*")]
