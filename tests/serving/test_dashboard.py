@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from anabranch.learner.settings.storage import StorageSettings
 from anabranch.learner.status.report import (
     BackfillReport,
     BaselineReport,
+    ClassReport,
     DeviceHealthReport,
     LabelReport,
     LearnerReport,
@@ -273,11 +275,17 @@ def test_in_a_browser_the_head_says_how_the_model_compares_and_how_far_it_is_beh
         )
         facts = page.text_content("#meta")
         assert "now worse than always answering 0 by 0.2 points, better than the last label by 0.4 points" in facts
-        assert "7 min 5 s behind" in facts
+        assert "behind" not in facts, "the sentence says it"
+        lags = "[3, 59, 61, 425, 7300, 2e5].map(s => behind({ lag_seconds: s, lag_age_seconds: 1 }, {}))"
+        words = ["less than 10 seconds", "59 seconds", "1 minute", "7 minutes", "2 hours", "2 days"]
+        assert page.evaluate(lags) == [f"{each} behind" for each in words]
+        late = "reads => behind({ lag_seconds: 0, backfill: { done: !reads } }, { freshness_p50_seconds: 61 })"
+        assert page.evaluate(late, False) == "1 minute behind"
+        assert page.evaluate(late, True) == "less than 10 seconds behind", "a history is old by its nature"
+        assert page.evaluate("behind({ lag_seconds: 0, lag_age_seconds: 11 }, {})") == "how far behind is not known"
         assert "always answering 0: 0.994" in page.text_content("#legend")
         assert page.locator("#classes").is_hidden()
         assert page.locator("#slices").is_hidden()
-        check_widths(page, "accuracy")
         windows = {"now": 0.0312, "held_out": 0.24}
         lower, upper, least = ({each: value * factor for each, value in windows.items()} for factor in (0.5, 2, 0.25))
         measure = MeasureReport(windows, lower, upper, least)
@@ -329,18 +337,152 @@ def test_in_a_browser_the_head_says_how_the_model_compares_and_how_far_it_is_beh
         cell = page.locator("#versions [data-hint]").first
         assert cell.text_content() == "0.24"
         assert cell.get_attribute("data-hint") == "One answer for all these events has 0.06."
-        check_widths(page, "measure")
         page.close()
 
 
-def check_widths(page, name):
-    """Nothing is cut at the widths of a desk and of a telephone; SHOTS names a folder for pictures."""
-    for width in (1440, 390):
-        page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        for scheme in ("light", "dark") if os.environ.get("SHOTS") else ():
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+def test_in_a_browser_nothing_is_small_clipped_or_overlapped(browser, numbers, served, eventually, width, height):
+    numbers.publish(1)
+    partition = PartitionReport(start=0, end=9, finished=3, passed=0, gaps=0, removed=0, pending=6, trained_through=2)
+    constant = BaselineReport(
+        rule="always answering 0", scores={"now": 0.994, "old": 0.9945}, comparison="worse than always answering 0"
+    )
+    found = ClassReport(support=1234, found=1200, answered=1300, recall=0.9724, precision=0.9231)
+    report = learner_report(
+        outcomes={"trained": 5000, "stored_only": 10, "held_out": 200, "skipped": 3, "dead_lettered": 1},
+        accuracy={"now": 0.992, "old": 0.9921, "worst": 0.0},
+        baselines={"constant": constant},
+        newest_classes={"fraud": found, "chargeback": found},
+        slices={
+            "amount: quarter 1": SliceReport(rows=12345, values="up to 9.5", accuracy=0.75, constant=0.71, drop=0.08)
+        },
+        lag_seconds=425.0,
+        partitions={"orders-of-the-whole-company:0": partition, "events:1": partition},
+        rates={"rows_new": 12345.6, "rows_replay": 37037.0, "steps": 123.4},
+        replay_rows={"device": 50, "disk": 700},
+        replay_bytes={"device": 5_000, "disk": 70_000},
+        replay_bounds={"device": 10_000, "disk": 140_000},
+        warnings=["on new events the model is worse than the last label by 1.9 points"],
+    )
+    write_report(numbers.deployment.state_dir, report)
+    with served(numbers, baseline=str(numbers.deployment.state_dir)) as server:
+        numbers.publish(2, reasons=["1999 of 3500 held-out events, fewer than gate.min_rows"])
+        eventually(lambda: server.report().version == 2)
+        numbers.publish(3, verdict="fail", reasons=["worse on old events by more than gate.tolerance"])
+        status = eventually(
+            lambda: (
+                (found := httpx.get(server.url + "/api/status").json())["versions"][0]["fate"] == "refused" and found
+            )
+        )
+        status["health"] = {"state": "attention", "sentence": "A long sentence. " * 7, "problems": [], "silent": False}
+        status["task"] = "classification"
+        status["serving"] |= {"freshness_p50_seconds": 90.5, "freshness_p99_seconds": 754.0}
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.route("**/api/status", lambda route: route.fulfill(json=status))
+        page.goto(server.url)
+        page.locator("#meta", has_text="7 minutes behind").wait_for()
+        for table in ("#classes", "#slices"):
+            page.wait_for_selector(table, state="visible")
+        assert page.evaluate(LAYOUT) == {"small": [], "clipped": [], "overlapping": [], "unreachable": []}
+        if width == 1440:
+            bottoms = page.eval_on_selector_all(
+                ".tiles .remark", "all => all.map(e => e.getBoundingClientRect().bottom)"
+            )
+            assert len(bottoms) == 5
+            assert max(bottoms) <= height, "the first fold has the small charts"
+        for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
-            page.screenshot(path=f"{os.environ['SHOTS']}/{name}-{width}-{scheme}.png", full_page=True)
+            for kind, colours in page.evaluate(COLOURS).items():
+                assert too_near(colours) == [], f"{kind} in {scheme}"
+            if os.environ.get("SHOTS"):
+                page.screenshot(path=f"{os.environ['SHOTS']}/{width}-{scheme}.png", full_page=True)
+        act(page, 1, "promote")
+        assert page.evaluate(LAYOUT)["small"] == []
+        page.close()
+
+
+LAYOUT = """() => {
+  const hidden = ".skip, .unseen, script, style";
+  const all = (selector) => [...document.querySelectorAll(selector)].filter(
+    (one) => one.checkVisibility() && !one.closest(hidden));
+  const small = all("a, button, summary, input, [data-help], [data-hint]").filter((one) => {
+    const { width, height } = one.getBoundingClientRect();
+    return height < 23.9 || (width < 23.9 && !one.matches("[data-help], [data-hint]"));
+  }).map((one) => one.textContent.trim() || one.id || one.value);
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), boxes = [], clipped = [];
+  while (texts.nextNode()) {
+    const node = texts.currentNode, parent = node.parentElement, range = document.createRange();
+    if (!node.data.trim() || !parent.checkVisibility() || parent.closest(`${hidden}, dialog`)) continue;
+    range.selectNodeContents(node);
+    for (const { left, right, top, bottom } of range.getClientRects()) {
+      const box = { text: node.data, node, left, right, top, bottom };
+      if (left < 0 || right > innerWidth) clipped.push(node.data);
+      for (let host = parent; host !== document.body; host = host.parentElement) {
+        const scrolls = !(host instanceof SVGElement) && getComputedStyle(host).overflowX !== "visible";
+        if (!scrolls && !host.matches("section")) continue;
+        const limit = host.getBoundingClientRect();
+        if (left < limit.left - 1 || right > limit.right + 1) clipped.push(node.data);
+        if (scrolls) box.top = Math.max(top, limit.top);
+        if (scrolls) box.bottom = Math.min(bottom, limit.bottom);
+      }
+      boxes.push(box);
+    }
+  }
+  const common = (one, other, from, to) => Math.min(one[to], other[to]) - Math.max(one[from], other[from]);
+  const overlapping = boxes.flatMap((one, i) => boxes.slice(i + 1)
+    .filter((other) => other.node !== one.node)
+    .filter((other) => common(one, other, "left", "right") > 1 && common(one, other, "top", "bottom") > 2)
+    .map((other) => `${one.text} | ${other.text}`));
+  const unreachable = all("#versions button").filter((button) => {
+    button.scrollIntoView({ block: "center" });
+    const { x, y, width, height } = button.getBoundingClientRect();
+    return document.elementFromPoint(x + width / 2, y + height / 2) !== button;
+  }).map((button) => button.ariaLabel);
+  scrollTo(0, 0);
+  return { small, clipped, overlapping, unreachable };
+}"""
+"""Returns targets that a pointer can miss (WCAG 2.2, success criterion 2.5.8), and texts that leave their section
+or the page, or overlap others."""
+
+COLOURS = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+  const rgb = (colour) => {
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const of = (selector, property) => Object.fromEntries([...document.querySelectorAll(selector)].map(
+    (one) => [one.getAttribute("class"), rgb(getComputedStyle(one)[property])]));
+  return { outcomes: of("#outcomes .key", "backgroundColor"), lines: of("#legend .curve:not(.worst)", "stroke") };
+}"""
+"""Returns the colours of outcomes and of lines; the line of the worst class is dashed."""
+
+
+def too_near(colours):
+    """Return the pairs of colours that are hard to distinguish, with or without colour blindness.
+
+    Oklab's distance (Ottosson 2020), after the simulation of Machado, Oliveira and Fernandes (2009) at full severity.
+    """
+    assert len(colours) >= 3
+    encoded = torch.tensor(list(colours.values())) / 255
+    linear = torch.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
+    pairs, near = list(itertools.combinations(range(len(colours)), 2)), []
+    for deficiency, matrix in COLOUR_BLINDNESS.items():
+        seen = (linear @ torch.tensor(matrix).T).clamp(0, 1)
+        lab = (seen @ torch.tensor(TO_LMS).T) ** (1 / 3) @ torch.tensor(TO_LAB).T
+        distance = torch.cdist(lab, lab)
+        near += [(deficiency, *(list(colours)[k] for k in pair)) for pair in pairs if distance[pair] < 0.1]
+    return near
+
+
+COLOUR_BLINDNESS = {
+    "none": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+    "protanopia": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
+    "deuteranopia": [[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
+    "tritanopia": [[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]],
+}
+TO_LMS = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
+TO_LAB = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
 
 
 def test_in_a_browser_the_shadow_is_shown_while_there_is_a_candidate(browser, numbers, served, body_of):

@@ -134,7 +134,7 @@ class Chart {
     this.data = data;
     const { times, lines, marks, from, to, gap, top, bottom, format } = data;
     const width = this.host.clientWidth, height = this.host.clientHeight;
-    const left = 44, right = width < 560 ? 10 : 132, high = 10, low = height - 26;
+    const left = 50, right = width < 560 ? 10 : 144, high = 10, low = height - 26;
     const x = this.x = (time) => left + ((time - from) / (to - from)) * (width - left - right);
     const y = this.y = (value) => low - ((Math.min(top, Math.max(bottom, value)) - bottom) / (top - bottom)) * (low - high);
     const drawing = shape("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
@@ -245,18 +245,19 @@ class Chart {
 /* One band for each group of series, with a scale from 0 to the greatest value of the group, and its greatest and least
    value at the right end. */
 function spark(host, groups, times, from, to, gap, format) {
-  const width = host.clientWidth - 72, pitch = (host.clientHeight + 8) / groups.length, height = pitch - 8;
+  const limits = groups.map(({ series }) => series.flat().filter((value) => value !== null))
+    .map((values) => (values.length ? [Math.max(...values), Math.min(...values)] : null));
+  const labels = limits.map((ends) => (ends ? [`max ${format(ends[0])}`, `min ${format(ends[1])}`] : []));
+  const room = Math.max(72, ...labels.flat().map((text) => 10 + 6.3 * text.length));
+  const width = host.clientWidth - room, pitch = (host.clientHeight + 8) / groups.length, height = pitch - 8;
   const x = (time) => ((time - from) / (to - from)) * width;
-  const said = [], drawn = groups.flatMap(({ kinds, series }, band) => {
-    const values = series.flat().filter((value) => value !== null), low = band * pitch + height - 1;
+  const drawn = groups.flatMap(({ kinds, series }, band) => {
+    const low = band * pitch + height - 1;
     const base = shape("line", { class: "grid", x1: 0, x2: width, y1: low + 0.5, y2: low + 0.5 });
-    if (!values.length) return [base];
-    const most = Math.max(...values), least = Math.min(...values);
-    const y = (value) => low - (value / (most || 1)) * (height - 6);
-    const labels = [[`max ${format(most)}`, low - height + 12], [`min ${format(least)}`, low]];
-    said.push(...labels.map(([text]) => text));
+    if (!limits[band]) return [base];
+    const y = (value) => low - (value / (limits[band][0] || 1)) * (height - 6);
     return [base, ...series.map((one, i) => shape("path", { class: kinds[i], d: path(times, one, gap, x, y) })).reverse(),
-      ...labels.map(([text, at]) => shape("text", { x: width + 6, y: at }, text))];
+      ...labels[band].map((text, i) => shape("text", { x: width + 6, y: i ? low : low - height + 12 }, text))];
   });
-  host.replaceChildren(shape("svg", { viewBox: `0 0 ${host.clientWidth} ${host.clientHeight}`, role: "img", "aria-label": said.join(", ") || "no figures" }, ...drawn));
+  host.replaceChildren(shape("svg", { viewBox: `0 0 ${host.clientWidth} ${host.clientHeight}`, role: "img", "aria-label": labels.flat().join(", ") || "no figures" }, ...drawn));
 }

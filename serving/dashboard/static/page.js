@@ -168,8 +168,8 @@ function headline(state, sentence, problems) {
   if ([...$("problems").children].map((item) => item.textContent).join() !== reasons.join()) {
     $("problems").replaceChildren(...reasons.map((reason) => element("li", {}, reason)));
   }
-  const colour = { well: "%2315774a", attention: "%238b5a00", starting: "%238b5a00" }[state] ?? "%23bf2329";
-  const icon = `data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><circle cx='8' cy='8' r='6' fill='${colour}'/></svg>`;
+  const [colour, drawn] = { well: ["15774a", "M8 2a6 6 0 1 0 .01 0Z"], attention: ["8b5a00", "M8 1 15 14H1Z"], starting: ["8b5a00", "M8 2a6 6 0 1 0 .01 0Z"] }[state] ?? ["bf2329", "M8 1 15 8 8 15 1 8Z"];
+  const icon = `data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><path d='${drawn}' fill='%23${colour}'/></svg>`;
   if ($("icon").href !== icon) $("icon").href = icon;
   document.title = `${status?.name ?? "Anabranch"}: ${sentence.replace(/\.$/, "").toLowerCase()}`;
 }
@@ -193,11 +193,10 @@ function render() {
     `serving for ${age(serving.time - serving.started)}`,
   ];
   const compared = Object.values(learner?.baselines ?? {}).map((each) => each.comparison).filter(Boolean);
-  const late = Math.max(learner?.lag_seconds ?? 0, serving.freshness_p50_seconds ?? 0);
+  if (learner && !health.silent && !health.sentence.includes("behind the stream")) facts.splice(1, 0, behind(learner, serving));
   const { value = {}, constant = {} } = judged() ?? {}, window = known(value.held_out) ? "held_out" : "now";
   if (known(value[window]) && !health.silent) facts.push(`${words(window)} ${words(learner.measure)} ${digits(value[window])}, constant ${digits(constant[window])}`);
   if (compared.length && !health.silent) facts.push(`now ${judged() ? `by ${regression() ? "absolute error" : "accuracy"} ` : ""}${compared.join(", ")}`);
-  if (late >= 10 && !health.silent) facts.push(`${age(late)} behind`);
   $("meta").replaceChildren(...facts.map((text) => element("span", {}, text)));
   figure("served", known(serving.version) ? `Serves version ${serving.version}` : "");
   const rejected = learner?.outcomes.dead_lettered ?? 0;
@@ -215,6 +214,17 @@ function render() {
   renderFleet();
   renderFacts();
   watch();
+}
+
+/* How far what is served is behind, where the sentence does not say it; a history is behind by its nature. */
+const UNITS_OF_TIME = [[86400, "day"], [3600, "hour"], [60, "minute"], [1, "second"]];
+function behind(learner, serving) {
+  const reads = learner.backfill && !learner.backfill.done;
+  const late = Math.max(learner.lag_seconds, reads ? 0 : serving.freshness_p50_seconds ?? 0);
+  if (learner.lag_age_seconds >= 10) return "how far behind is not known";
+  if (late < 10) return "less than 10 seconds behind";
+  const [size, unit] = UNITS_OF_TIME.find(([seconds]) => late >= seconds), many = Math.floor(late / size);
+  return `${count(many)} ${unit}${many === 1 ? "" : "s"} behind`;
 }
 
 function lines() {
