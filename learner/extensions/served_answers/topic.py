@@ -29,7 +29,7 @@ _AT_ONCE = 1000
 _MOST_WAITING = 20_000
 """Answers that are read and not taken; beyond them reading pauses."""
 _ASK_SECONDS = 1.0
-_LEAST = float(np.finfo(np.float32).tiny)
+_LEAST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _MOST = float(np.nextafter(np.float32(1), np.float32(0)))
 _PATIENCE = timedelta(seconds=5)
 
@@ -68,7 +68,7 @@ class AnswerDecoder:
             try:
                 source, offset, version = _of_headers(dict(messages.headers[index]))
                 outputs = self._outputs(messages.values[index] or b"")
-            except (KeyError, ValueError, TypeError):  # msgspec's are ValueErrors
+            except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):  # msgspec's too
                 unreadable += 1
                 continue
             for row, output in outputs:
@@ -89,9 +89,10 @@ class AnswerDecoder:
         for row, each in enumerate(values):
             if each is not None:
                 output = [each.prediction] if self._kind == "number" else each.probabilities
-                if len(output) != self._columns:
-                    raise ValueError("another number of classes")
-                found.append((row, [float(number) for number in output]))
+                numbers = [float(number) for number in output]
+                if len(numbers) != self._columns or not all(abs(number) <= _LARGEST for number in numbers):
+                    raise ValueError("another number of classes, or a number that is not finite")
+                found.append((row, numbers))
         return found
 
     def _as_outputs(self, values_NK: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -105,10 +106,13 @@ class AnswerDecoder:
 
 
 def _of_headers(headers: Mapping[str, bytes]) -> tuple[tuple[str, int], int, int]:
-    """Return topic and partition of the event, its offset, and the version; raises KeyError or ValueError."""
-    name, _, offset = headers["anabranch-source"].decode().rpartition("@")
+    """Return topic and partition of the event, its offset, and the version; raises what `decode` catches."""
+    name, _, at = headers["anabranch-source"].decode().rpartition("@")
     topic, _, number = name.removesuffix("]").rpartition("[")
-    return (topic, int(number)), int(offset), int(headers["model_version"])
+    offset, version = int(at), int(headers["model_version"])
+    if not (0 <= offset < 1 << 63 and 0 < version < 1 << 63):
+        raise ValueError("no offset, or no version")
+    return (topic, int(number)), offset, version
 
 
 class AnswersReader:
@@ -140,6 +144,8 @@ class AnswersReader:
         self._waiting = 0
         self._next: dict[int, int] = {}
         self._caught_up = float("-inf")
+        self._asked_at, self._ends = float("-inf"), dict[TopicPartition, int]()
+        """When the broker was asked for ends of partitions that are not all reached yet, and these."""
         self._client: Client | None = None
         self._ask_at, self._count = 0.0, 0
         self._backoff = Backoff(timedelta(seconds=0.2), timedelta(seconds=10))
@@ -182,7 +188,7 @@ class AnswersReader:
                 log.warning("served answers: %s", exc)
             self.problem = f'answers of "{self._topic}" are not measured for now: {exc}'
             if isinstance(exc, GapError):  # it is another topic by now, or lost its end
-                self._next = {}
+                self._next, self._ends, self._asked_at = {}, {}, float("-inf")
             self._close()
             return self._backoff.next()
         except Exception as exc:  # the top of a thread: training does not depend on it
@@ -221,16 +227,17 @@ class AnswersReader:
                 self._read.append(answers)
                 self._waiting += len(answers.offset)
                 self._next = {**self._next, messages.partition.partition: messages.end}
-        begin = time.monotonic()
-        if not found and begin >= self._ask_at:
-            self._ask_at, lag = begin + _ASK_SECONDS, client.lag()
+        if (now := time.monotonic()) >= self._ask_at:
+            self._ask_at, lag = now + _ASK_SECONDS, client.lag()
             if lag.problem is not None:
                 raise BrokerError(lag.problem)
-            if all(self._next[each.partition] >= end for each, end in lag.ends.items()):
-                with self._lock:
-                    self._caught_up = begin
+            if self._asked_at <= self._caught_up:  # else those of the question before come first
+                self._asked_at, self._ends = now, lag.ends
             if len(partitions := client.partitions()) > self._count:
                 self._assign(client, partitions)
+        if all(self._next[each.partition] >= end for each, end in self._ends.items()):
+            with self._lock:
+                self._caught_up = self._asked_at
 
     def _close(self) -> None:
         if self._client is not None:

@@ -154,6 +154,13 @@ GOOD = [("model_version", b"7"), ("anabranch-source", b"pay.[1]-x[3]@12")]
         (GOOD, {"prediction": 1.5}),
         (GOOD, {"probabilities": [0.1, 0.2, 0.7]}),
         (GOOD, {"probabilities": ["a", "b"]}),
+        (GOOD, {"probabilities": [10**400, 0]}),
+        (GOOD, {"probabilities": [1e300, 0]}),
+        (GOOD, b'{"probabilities": ' + b"[" * 100_000),
+        ([GOOD[0], ("anabranch-source", None)], {"probabilities": [0.5, 0.5]}),
+        ([GOOD[0], ("anabranch-source", b"pay[3]@9999999999999999999999")], {"probabilities": [0.5, 0.5]}),
+        ([("model_version", b"9999999999999999999999"), GOOD[1]], {"probabilities": [0.5, 0.5]}),
+        ([("model_version", b"-1"), GOOD[1]], {"probabilities": [0.5, 0.5]}),
     ],
 )
 def test_messages_that_are_no_answers_of_the_task_are_counted_and_others_are_read(headers, value):
