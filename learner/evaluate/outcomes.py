@@ -3,7 +3,6 @@
 Legend: B events, G held-out ones, C classes, K columns of an outcome.
 """
 
-import itertools
 import logging
 import math
 import time
@@ -303,21 +302,30 @@ def _bytes_of(predictions: Predictions) -> int:
 class Estimates:
     """Estimates of measures by window, of which one is renewed after the other. Used by one thread; any may read."""
 
-    def __init__(self, windows: Mapping[str, Sequence[Measure]], share: int = _SHARE) -> None:
+    def __init__(self, windows: Iterable[str], measures: Iterable[Measure], share: int = _SHARE) -> None:
         """`share`: they take at most 1 / `share` of a processor."""
-        self._share = share
-        each = [(window, measure) for window, measures in windows.items() for measure in measures]
-        self._turns, self._count = itertools.cycle(each), len(each)
+        self._measures, self._share = tuple(measures), share
+        self._turns = deque[tuple[str, Measure]]()
         self._rested_at = 0.0
         self.now: Mapping[tuple[str, str], Estimate] = {}
         """By the name of the measure and the window; it is replaced, not changed."""
+        self.follow(windows)
+
+    def follow(self, windows: Iterable[str]) -> None:
+        """Estimate these windows from now on: new ones after those that wait for their turn."""
+        windows = dict.fromkeys(windows)
+        before = {window for window, _ in self._turns}
+        new = [(window, measure) for window in windows if window not in before for measure in self._measures]
+        self._turns = deque([*(turn for turn in self._turns if turn[0] in windows), *new])
+        self.now = {key: each for key, each in self.now.items() if key[1] in windows}
 
     def renew(self, estimate: Callable[[str, Measure], Estimate | None]) -> None:
         """Renew estimates, each once at most, until they have taken their share of the time."""
-        for _ in range(self._count):
+        for _ in range(len(self._turns)):
             if time.monotonic() < self._rested_at:
                 return
-            window, measure = next(self._turns)
+            window, measure = self._turns[0]
+            self._turns.rotate(-1)
             begin = time.thread_time()
             found = estimate(window, measure)
             self._rested_at = time.monotonic() + (self._share - 1) * (time.thread_time() - begin)

@@ -106,8 +106,8 @@ class Reporter:
         learned = features_of(parts.trainer.model)
         self._features = None if learned is None else FeatureWatch(learned, loop.ledger)
         known = parts.publisher.gate.scorer.measures
-        each = [*known.each.values()]
-        self._estimates = Estimates({"now": each} | ({"faded": each} if known.kind == "two-classes" else {}))
+        windows = ("now", "faded") if known.kind == "two-classes" else ("now",)
+        self._estimates = Estimates(windows, known.each.values())
         """Of new events."""
         hold_out = parts.source.hold_out
         self._held_out = None if hold_out is None else HeldOutShare(hold_out.fraction)

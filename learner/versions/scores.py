@@ -93,7 +93,7 @@ class VersionScoring:
         """Evaluation of the newest version, whatever its verdict."""
         self.retention = ForgettingState()
         """Best scores of earlier versions, and scores of versions on events that came after them."""
-        self.estimates = Estimates({HELD_OUT: [*scorer.measures.each.values()]})
+        self.estimates = Estimates([HELD_OUT], scorer.measures.each.values())
         """The measures of the newest version, with intervals, of which one is renewed after the other."""
 
     @property

@@ -57,7 +57,7 @@ class ServedAnswers(Extension):
         self._join = AnswerJoin(schema.label, outputs)
         decoder = AnswerDecoder(kind, outputs)
         self._reader = AnswersReader(spec.stream, answers.output, labels.wait, decoder, self._estimate)
-        self._estimates, self._windows = Estimates({}), set[str]()
+        self._estimates = Estimates((), measures.each.values(), _SHARE)
         self._outcomes: Rows = self._join.outcomes
         """What the reader's thread measures; replaced, not changed."""
         self._waiting, self._decided = list[dict[str, Array]](), list[dict[str, Array]]()
@@ -209,12 +209,7 @@ class ServedAnswers(Extension):
     def _estimate(self) -> None:
         """Renew the estimates; called by the reader's thread."""
         rows = self._outcomes
-        windows = _windows(rows)
-        if windows != self._windows:
-            each, self._windows = [*self._measures.each.values()], windows
-            estimates = Estimates(dict.fromkeys(sorted(windows), each), _SHARE)
-            estimates.now = {key: found for key, found in self._estimates.now.items() if key[1] in windows}
-            self._estimates = estimates
+        self._estimates.follow(_windows(rows))
         self._estimates.renew(lambda window, measure: self._measure(_of_window(rows, window), measure))
 
     def _measure(self, rows: Rows, measure: Measure) -> Estimate | None:
@@ -236,9 +231,9 @@ def _joined(parts: list[dict[str, Array]]) -> list[dict[str, Array]]:
     return [{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}] if parts else []
 
 
-def _windows(rows: Rows) -> set[str]:
-    """Return the versions of which there are outcomes, and `all`."""
-    return {_ALL, *map(str, np.unique(rows["version"]).tolist())} if len(rows) else set()
+def _windows(rows: Rows) -> list[str]:
+    """Return `all`, and the versions of which there are outcomes."""
+    return [_ALL, *map(str, np.unique(rows["version"]).tolist())] if len(rows) else []
 
 
 def _of_window(rows: Rows, window: str) -> NDArray[np.void]:

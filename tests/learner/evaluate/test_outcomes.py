@@ -163,7 +163,7 @@ def test_estimates_are_renewed_one_after_the_other_within_their_share(monkeypatc
     monkeypatch.setattr("anabranch.learner.evaluate.outcomes.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("anabranch.learner.evaluate.outcomes.time.thread_time", lambda: used[0])
     measures = [measure_of(name, "two-classes") for name in ("roc_auc", "ece", "brier")]
-    estimates, renewed = Estimates({"now": measures}), []
+    estimates, renewed = Estimates(["now"], measures), []
 
     def estimate(window, measure):
         renewed.append((window, measure.name))
@@ -175,6 +175,28 @@ def test_estimates_are_renewed_one_after_the_other_within_their_share(monkeypatc
     assert len(renewed) == pytest.approx(5, abs=1), "0.01 s each in 40 s are an 800th of the time"
     assert renewed[:4] == [("now", "roc_auc"), ("now", "ece"), ("now", "brier"), ("now", "roc_auc")]
     assert estimates.now == {}
+
+
+def test_windows_that_come_and_go_leave_each_its_turn_and_the_share_what_it_is(monkeypatch):
+    clock, used = [100.0], [0.0]
+    monkeypatch.setattr("anabranch.learner.evaluate.outcomes.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("anabranch.learner.evaluate.outcomes.time.thread_time", lambda: used[0])
+    measures = [measure_of(name, "two-classes") for name in ("roc_auc", "ece", "brier")]
+    estimates, renewed = Estimates((), measures, 50), []
+
+    def estimate(window, measure):
+        renewed.append((window, measure.name))
+        used[0] += 0.02
+        return measure.estimate(outcomes_of(50))
+
+    for version in range(100):  # one a second, of which the newest eight are followed
+        estimates.follow([*map(str, range(max(0, version - 7), version + 1)), "all"])
+        for _ in range(4):
+            estimates.renew(estimate)
+            clock[0] += 0.25
+    assert len(renewed) == pytest.approx(100, abs=5), "0.02 s each are a 50th of the time"
+    assert {name for window, name in renewed if window == "all"} == {"roc_auc", "ece", "brier"}
+    assert {window for _, window in estimates.now} <= {"all", *map(str, range(92, 100))}
 
 
 class Priced(Classification):
