@@ -97,7 +97,7 @@ def _named(value: Any, encoding: object) -> str:
         return f" = bucket {value}"
     if isinstance(encoding, LearnedVocabulary):
         return f" = {int(value) % 2**64:016x}"
-    return f" = {str(bool(value)).lower()}" if isinstance(value, np.bool_) else f" = {value:.6g}"
+    return f" = {str(value).lower().removesuffix('.0')}"  # of numbers as many digits as distinguish them
 
 
 def reports_of(

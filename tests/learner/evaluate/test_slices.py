@@ -15,7 +15,7 @@ FEATURES = {
     "shop": {"dtype": "string", "encode": {"hash": 100}},
     "user": {"dtype": "string", "encode": {"learn": 100}},
     "abroad": {"dtype": "bool"},
-    "level": {"dtype": "int16"},
+    "level": {"dtype": "int32"},
     "x": {"dtype": "float32", "shape": [3]},
     "at": {"dtype": "int64", "cycles": ["day"]},
 }
@@ -35,6 +35,8 @@ def slices_of(name, values):
         ("user", [-1, 17], {"user = ffffffffffffffff": 1, "user = 0000000000000011": 1}),
         ("abroad", [True, False, True], {"abroad = false": 1, "abroad = true": 2}),
         ("level", [-3, 5, 5], {"level = -3": 1, "level = 5": 2}),
+        ("level", [20240101, 20240102], {"level = 20240101": 1, "level = 20240102": 1}),
+        ("amount", [2, 123456.7, 123456.8], {"amount = 2": 1, "amount = 123456.7": 1, "amount = 123456.8": 1}),
         ("amount", [0.5, np.nan, 0.5], {"amount: missing": 1, "amount = 0.5": 2}),
         ("amount", [np.nan], {"amount: missing": 1}),
     ],
