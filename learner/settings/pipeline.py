@@ -163,6 +163,7 @@ class PipelineSettings(Section):
 
     def with_changes(self, **sections: object) -> Self:
         """Return the settings with other sections, which are valid already."""
+        assert sections.keys() <= type(self).model_fields.keys(), sections.keys()  # pydantic would add any name
         return self.model_copy(update=sections)
 
     @property

@@ -354,5 +354,5 @@ def _on_a_file(spec: PipelineSettings, *, late: bool) -> PipelineSettings:
         serving=spec.serving.model_copy(update={"canary": 0.0}),
         storage=None,
         tracing=None,
-        mlflow=None,
+        track=None,
     )
