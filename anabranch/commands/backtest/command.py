@@ -77,6 +77,8 @@ def backtest(
                 value: load_config(config.path, assignments=(*config.assignments, f"{key}={value}")).pipeline
                 for value in values
             }
+        if predictions is not None and predictions.exists() and source.exists() and predictions.samefile(source):
+            raise SettingsError(f"--output {predictions} is the file that is read: name another")
         if source == STDIN and (compare or sweep is not None):
             file = stack.enter_context(tempfile.NamedTemporaryFile())
             shutil.copyfileobj(sys.stdin.buffer, file)

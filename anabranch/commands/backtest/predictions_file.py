@@ -6,6 +6,7 @@ Legend: B events of a call.
 import contextlib
 import csv
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,22 @@ class PredictionsFile:
 
 @contextlib.contextmanager
 def predictions_file(path: Path, label: Label) -> Iterator[PredictionsFile]:
-    """Yield what writes a file, by its suffix; raises SettingsError where it cannot be written."""
+    """Yield what writes a file, by its suffix; after an error the file is as it was.
+
+    Raises SettingsError where it cannot be written.
+    """
     if path.suffix not in _SUFFIXES:
         raise SettingsError(f"--output {path}: name a file that ends with {', '.join(_SUFFIXES)}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with contextlib.ExitStack() as stack:
-            kind = {".parquet": _parquet, ".csv": _csv, ".jsonl": _json_lines}[path.suffix]
-            file = PredictionsFile(label, kind(path, stack))
-            yield file
-            file.flush()
+            stack.callback(temporary.unlink, missing_ok=True)
+            with contextlib.ExitStack() as files:
+                kind = {".parquet": _parquet, ".csv": _csv, ".jsonl": _json_lines}[path.suffix]
+                file = PredictionsFile(label, kind(temporary, files))
+                yield file
+                file.flush()
+            temporary.replace(path)
     except OSError as exc:
         raise SettingsError(f"--output {path} cannot be written: {exc.strerror or exc}") from exc
 

@@ -596,6 +596,23 @@ def test_what_cannot_be_swept_or_written_is_one_sentence(run, file, options, sen
     assert sentence in err
 
 
+def test_a_backtest_that_fails_leaves_the_files_as_they_were(run, file):
+    path, before = file.with_name("old.csv"), file.read_bytes()
+    path.write_text("old")
+    code, _, err = run(file, "--output", file)
+    assert (code, err) == (2, f"anabranch: --output {file} is the file that is read: name another\n")
+    assert run(file.with_name("missing.jsonl"), "--output", path)[0] == 2
+    assert (path.read_text(), file.read_bytes()) == ("old", before)
+    assert not [*file.parent.glob(".old*")]
+
+
+@pytest.mark.slow
+def test_a_backtest_sends_no_curves_and_registers_no_version(table, monkeypatch):
+    monkeypatch.setattr("anabranch.learner.assembly.open_track", None)
+    tracked = table(FLOATS, LINEAR, vector, '[track]\nkind = "mlflow"\nurl = "http://127.0.0.1:9"\n')
+    assert overall(tracked) > 0
+
+
 def test_commas_within_brackets_and_quotes_separate_no_values():
     text = 'learner.optimizer={name="adamw", lr=0.1},"a,b",[1, 2]'
     assert values_of(text) == ("learner.optimizer", ['{name="adamw", lr=0.1}', '"a,b"', "[1, 2]"])
