@@ -15,6 +15,7 @@ from anabranch.api.learner import own_generators, settings_of
 from anabranch.api.replay_buffer import ReplayBuffer
 from anabranch.commands.backtest.measure import run_backtest
 from anabranch.commands.backtest.rows import EventsInMemory
+from anabranch.core.errors import SettingsError
 from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.formats.event_fields import event_of
 from anabranch.learner.model.device import choose_device
@@ -85,6 +86,8 @@ def given_model(key: str) -> nn.Module:
 
 def backtest_of(spec: PipelineSettings, data: Any, every: int | None, label_time: str | None) -> Any:
     """Run a pipeline by its settings; the other arguments and the result are those of `backtest`."""
+    if every is not None and every < 1:
+        raise SettingsError(f"backtest: every = {every} has to be 1 or more events")
     with own_generators(choose_device(spec.learner.device)):
         result = run_backtest(
             spec, EventsInMemory(_Events(Schema(spec.events), data), "the data"), every=every, label_time=label_time

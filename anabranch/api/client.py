@@ -8,7 +8,7 @@ import json
 import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from http import HTTPStatus
 from http.client import HTTPMessage
 from pathlib import Path
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.api.data import arrays_of, frame_like, plain
+from anabranch.api.data import NO_EVENT, arrays_of, frame_like, plain
 from anabranch.commands.versions.rollout import body_of, refusal_error, refusal_in
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import UNDECODABLE
@@ -142,6 +142,8 @@ class Client:
         if not given:
             raise SettingsError(f"the data has none of the model's inputs: {', '.join(each.name for each in inputs)}")
         rows = len(next(iter(given.values()))[0])
+        if not rows:
+            raise SettingsError(NO_EVENT)
         found: dict[str, list[Array]] = {}
         order = [np.zeros(0, np.int64)]
         for which, names in _alike({name: missing for name, (_, missing) in given.items()}, rows):
@@ -274,7 +276,7 @@ def _column(target: _Input, array: NDArray[Any], counts: Mapping[str, int]) -> t
         cells = [plain(value) for value in array] if array.dtype.kind == "O" else array
         if array.dtype.kind == "O":
             missing = np.array([cell is None or (isinstance(cell, float) and cell != cell) for cell in cells], np.bool_)
-            cells = [cell.timestamp() * count if isinstance(cell, datetime) else cell for cell in cells]
+            cells = [_seconds(cell) * count if isinstance(cell, datetime) else cell for cell in cells]
         values = array if cells is array else [cell for cell, gone in zip(cells, missing, strict=True) if not gone]
     try:
         found = _typed(values, None if target.datatype == BYTES else _DTYPES[target.datatype], shape)
@@ -284,6 +286,10 @@ def _column(target: _Input, array: NDArray[Any], counts: Mapping[str, int]) -> t
     column = np.zeros((len(array), *shape), found.dtype)
     column[~missing] = found
     return column, missing
+
+
+def _seconds(moment: datetime) -> float:
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _typed(values: Any, dtype: np.dtype[np.generic] | None, shape: tuple[int, ...]) -> Array:

@@ -25,6 +25,7 @@ from anabranch.ingest.worker.value_decoder import ValueDecoder
 
 _PREDICTED = 1024
 """Events of one pass of the model."""
+NO_EVENT = "the data has no event to predict"
 _FRAMES = ("pandas", "polars")
 _MISSING = ("NAType", "NaTType")
 """Types of the values that pandas has for none."""
@@ -145,12 +146,14 @@ def predicted(
         run: returns the task's predictions, `[B, ...]` each, for the columns of at most 1,024 events.
 
     Raises:
-        SettingsError: an event cannot be used.
+        SettingsError: there is no event, or one cannot be used.
     """
     arrays = arrays_of(data)
     arrays.pop(schema.path(schema.label.name)[0], None)
     columns = reader.read(arrays)
     found: dict[str, list[NDArray[Any]]] = {}
+    if not len(columns["label"]):
+        raise SettingsError(NO_EVENT)
     for begin in range(0, len(columns["label"]), _PREDICTED):
         part = {name: column[begin : begin + _PREDICTED] for name, column in columns.items()}
         for name, values in run(part).items():

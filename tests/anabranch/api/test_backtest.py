@@ -91,6 +91,7 @@ def test_a_regression_has_errors_and_what_cannot_be_tested_is_said(data):
         ),
         ({"data": 3}, "data is of type int"),
         ({"model": torch.nn.Linear(3, 1)}, "the model fails"),
+        ({"every": 0}, "every = 0 has to be 1 or more events"),
         ({"schema": {}}, "schema is of type dict, and has to be a Schema"),
         ({"strategy": "best"}, "learner.strategy = "),
     ]:

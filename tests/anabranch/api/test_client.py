@@ -4,12 +4,14 @@ import contextlib
 import json
 import threading
 import time
+from datetime import datetime
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 import anabranch
+from anabranch.api.client import _column, _Input
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.serving.reporting.report import read_report
 from tests.anabranch.api.conftest import orders
@@ -117,6 +119,20 @@ def predict(url, data=X, **options):
 LATER = 503, b'{"error": "it starts"}', {"Retry_After": "0"}
 
 
+@pytest.mark.parametrize(
+    "times", [[datetime.fromisoformat("2026-01-01T12"), None], np.array(["2026-01-01T12", "NaT"], "datetime64[h]")]
+)
+def test_times_without_a_zone_are_utc(times, monkeypatch):
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        column, missing = _column(_Input("at", "FP64", [-1]), np.asarray(times), {"at": 1000})
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert (column.tolist(), missing.tolist()) == ([1_767_268_800_000, 0], [False, True])
+
+
 def test_what_passes_is_asked_again_and_nothing_else():
     with answering(LATER, (429, b"", {"Retry_After": "0"}), (200, reply_of(), {})) as (url, asked):
         found = predict(url)
@@ -203,6 +219,7 @@ BAD = [
     ({"n": [1.0, 1.5]}, "the column n cannot be INT64, which the model takes: 1.5 is none"),
     ({"n": [2**63]}, "the column n cannot be INT64, which the model takes: 9223372036854775808 is none"),
     ({"n": ["a"]}, "the column n cannot be INT64, which the model takes: its values are <U1"),
+    ({"n": []}, "the data has no event to predict"),
     ({"s": [1, None]}, "the column s cannot be BYTES, which the model takes: 1 is no text"),
     (3, "data is of type int, and has to be a dict of arrays by name, or a data frame of pandas, polars or Arrow"),
 ]

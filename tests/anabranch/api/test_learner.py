@@ -245,6 +245,8 @@ def test_what_a_learner_cannot_take_is_said(tmp_path):
             learner_of().load(tmp_path)
         with pytest.raises(anabranch.AnabranchError, match="event 0 of the data has no y, its label"):
             learner.learn({name: column for name, column in batches(1)[0].items() if name != "y"})
+        with pytest.raises(anabranch.AnabranchError, match="the data has no event to predict"):
+            learner.predict({name: column[:0] for name, column in batches(1)[0].items()})
         assert learner.measures()["events"] == 0
         learner.learn(batches(1)[0])
         learner.save(tmp_path)
