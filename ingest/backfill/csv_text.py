@@ -10,12 +10,14 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from anabranch.core.errors import SettingsError
-from anabranch.ingest.backfill.table_columns import Columns, cell_reader
+from anabranch.ingest.backfill.table_columns import Columns, cell_reader, column_names
 from anabranch.ingest.backfill.text_files import BYTE_ORDER_MARK, other_format, start_of
 from anabranch.ingest.events.schema import Schema
 
 _MOST_CELL_BYTES = 100_000_000
 _REST_BYTES = 1 << 20
+_MOST_ROW_BYTES = 4_000_000
+"""Of a row of several lines."""
 
 
 class CsvRow(NamedTuple):
@@ -26,36 +28,66 @@ class CsvRow(NamedTuple):
     fault: str = ""
 
 
+class _Line(NamedTuple):
+    """A line, of one that is too long the first bytes, and where it begins and ends in its file."""
+
+    content: bytes
+    begin: int
+    end: int
+    is_whole: bool
+
+
 class _Lines:
     """Lines of a file as texts, which know the byte that follows them."""
 
     def __init__(self, file: BinaryIO, longest: int) -> None:
         self._file, self._longest = file, longest
         self.byte = self.number = 0
-        self.content = b""
-        """The last line."""
+        self.row: list[_Line] = []
+        """The lines of the last row so far."""
+        self._again: list[_Line] = []
+        """Lines that were read, and are to be returned again, the next one last."""
 
     def __iter__(self) -> "_Lines":
         return self
 
     def __next__(self) -> str:
-        """Return the next line; raises ValueError where it is too long or no text."""
-        self.content = line = self._file.readline(self._longest + 2)
-        if not line:
+        """Return the next line; raises ValueError where it is too long or no text, or the row is too long."""
+        line = self._again.pop() if self._again else self._read()
+        if not line.content:
             raise StopIteration
-        is_whole = line.endswith(b"\n") or len(line) <= self._longest
-        self.number, size = self.number + 1, len(line)
+        self.number, self.byte = self.number + 1, line.end
+        self.row.append(line)
+        if not line.is_whole:
+            raise ValueError(f"oversized: more than {self._longest} bytes")
+        if len(self.row) > 1 and line.end - self.row[0].begin > _MOST_ROW_BYTES:
+            raise ValueError(f"a quote in it does not end within {_MOST_ROW_BYTES} bytes")
+        try:
+            return (line.content.removeprefix(BYTE_ORDER_MARK) if line.begin == 0 else line.content).decode()
+        except UnicodeDecodeError:
+            raise ValueError("it is not UTF-8 text") from None
+
+    def _read(self) -> _Line:
+        content = self._file.readline(self._longest + 2)
+        is_whole = content.endswith(b"\n") or len(content) <= self._longest
+        size = len(content)
         while not is_whole and (rest := self._file.readline(_REST_BYTES)):
             size += len(rest)
             if rest.endswith(b"\n"):
                 break
-        start, self.byte = self.byte, self.byte + size
-        if not is_whole:
-            raise ValueError(f"oversized: more than {self._longest} bytes")
-        try:
-            return (line.removeprefix(BYTE_ORDER_MARK) if start == 0 else line).decode()
-        except UnicodeDecodeError:
-            raise ValueError("it is not UTF-8 text") from None
+        return _Line(content, self.byte, self.byte + size, is_whole)
+
+    def seek(self, byte: int) -> None:
+        """Continue with the line that begins at a byte."""
+        self._file.seek(byte)
+        self.byte, self._again = byte, []
+
+    def leave_row(self) -> None:
+        """Continue with the second line of the last row: a quote that does not end would take all that follow."""
+        self._again += reversed(self.row[1:])
+        self.number -= len(self.row[1:])
+        del self.row[1:]
+        self.byte = self.row[0].end
 
 
 class CsvText:
@@ -88,7 +120,7 @@ class CsvText:
         what = other_format(start_of(file))
         if what is not None:
             raise SettingsError(f"{name} cannot be read as CSV: it is {what}; write it as UTF-8")
-        self._file, self._checked = file, checked
+        self._checked = checked
         self._lines = _Lines(file, longest)
         self._reader = csv.reader(self._lines, delimiter=delimiter, strict=True)
         first = next(iter(self), None)
@@ -96,7 +128,7 @@ class CsvText:
             raise SettingsError(f"{name} is empty: the first line of CSV names the columns")
         if first.fault:
             raise SettingsError(f"{name} cannot be read as CSV: line {first.line}: {first.fault}")
-        self.header = first.cells
+        self.header = column_names(first.cells, name)
         self.begin = self.byte
         """The byte of the first row."""
         self.columns = None if schema is None else Columns(schema, self.header, name, checked=checked)
@@ -110,20 +142,21 @@ class CsvText:
     @property
     def last_line(self) -> str:
         """The last line that was read, as far as it is text."""
-        return self._lines.content.decode(errors="replace").rstrip("\r\n")
+        return self._lines.row[-1].content.decode(errors="replace").rstrip("\r\n")
 
     def seek(self, byte: int) -> None:
         """Continue with the row that begins at a byte."""
-        self._file.seek(byte)
-        self._lines.byte = byte
+        self._lines.seek(byte)
 
     def __iter__(self) -> Iterator[CsvRow]:
         """Yield the rows that are left; those after the header have as many cells as that, or a fault."""
         while True:
             line = self._lines.number + 1
+            self._lines.row = []
             try:
                 cells = next(self._reader, None)
             except (csv.Error, ValueError) as exc:
+                self._lines.leave_row()
                 yield CsvRow(line, [], str(exc))
                 continue
             if cells is None:

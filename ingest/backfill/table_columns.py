@@ -16,6 +16,15 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _PART = re.compile(r"(.+?)((?:\.\d+)+|(?:\[\d+\])+)")
 
 
+def column_names(header: Sequence[str], name: str) -> list[str]:
+    """Return the names of the columns of a file; raises SettingsError where two are the same."""
+    names = [column.strip() for column in header]
+    twice = {column for column in names if names.count(column) > 1}
+    if twice:
+        raise SettingsError(f"{name} has two columns named {min(twice)!r}")
+    return names
+
+
 class Columns:
     """Which columns hold which field: `y`, or for a feature of shape `[64]` also `x.0` to `x.63`, or `x[0]` to `x[63]`.
 
@@ -24,10 +33,7 @@ class Columns:
     """
 
     def __init__(self, schema: Schema, header: Sequence[str], name: str, *, checked: bool) -> None:
-        self.header = [column.strip() for column in header]
-        twice = {column for column in self.header if self.header.count(column) > 1}
-        if twice:
-            raise SettingsError(f"{name} has two columns named {min(twice)!r}")
+        self.header = column_names(header, name)
         self._shapes = {feature.name: feature.shape for feature in schema.features}
         self.fields = [*schema.names]
         paths: dict[str, list[str]] = {}

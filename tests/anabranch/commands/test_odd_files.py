@@ -89,6 +89,7 @@ FILES = {
     "sink.json.gz": (text(gzip.compress(lines(EVENTS).encode(), mtime=0)), {"x"}),
     "blank.jsonl": (text("\ufeff\n" + lines(EVENTS, "\r\n \t\r\n")), {"x"}),
     "excel.csv": (text("\ufeffx,y\r\n" + "".join(f"{x},{int(y)}\r\n\r\n" for x, y in zip(X, Y, strict=True))), {"x"}),
+    "spaces.csv": (text("x , y\n" + "".join(f"{x}, {int(y)}\n" for x, y in zip(X, Y, strict=True))), {"x"}),
     "tabs.tsv": (text("x\ty\tnote\n" + "".join(f'{x}\t{y}\t"a\tb"\n' for x, y in zip(X, Y, strict=True))), {"x"}),
     "connect.jsonl": (text(lines([{"schema": {"type": "struct"}, "payload": row} for row in EVENTS])), {"x"}),
     "changes.jsonl": (
@@ -138,6 +139,7 @@ def test_commands_and_history_read_the_same_events(tmp_path, name):
     ("name", "content", "sentence"),
     [
         ("semicolons.csv", "x;y\n1;0\n", "--label y is no field of .*, which has x;y"),
+        ("twice.csv", "x,y, x\n1,0,1\n", "has two columns named 'x'"),
         ("list.json", json.dumps(EVENTS), "it begins with a list"),
         ("wide.json", json.dumps(EVENTS[0], indent=2) + "\n", "its objects span several lines"),
         ("utf16.csv", "x,y\n1,0\n".encode("utf-16"), "it is UTF-16; write it as UTF-8"),

@@ -14,6 +14,7 @@ from anabranch.commands.event_files.files import open_source
 from anabranch.core.errors import SettingsError
 from anabranch.ingest.backfill import parquet_file
 from anabranch.ingest.backfill.csv_file import CsvRows
+from anabranch.ingest.backfill.csv_text import CsvText
 from anabranch.ingest.backfill.history import FileHistory
 from anabranch.ingest.backfill.parquet_file import ParquetRows
 from anabranch.ingest.events.schema import Schema
@@ -133,6 +134,18 @@ def test_csv_has_the_same_events_for_both(tmp_path, content, chunk_rows, monkeyp
     assert [(n, why) for n, why, _ in rejects] == [(n, each.fault) for n, each in enumerate(records) if each.fault]
     assert json.loads(rejects[0][2])["y"] == "x"
     assert found[0].time_ms[0] == 1_767_323_045_000
+
+
+@pytest.mark.parametrize("end", ["", '6,1,"f",1,\n'])
+@pytest.mark.parametrize("most", [20, 1000])
+def test_a_quote_that_does_not_end_takes_its_own_row_alone(end, most, monkeypatch):
+    monkeypatch.setattr("anabranch.ingest.backfill.csv_text._MOST_ROW_BYTES", most)
+    lines = ["x,y,word,t,extra\n", '1,0,"a\nb",1,\n', '2,0,"c,1,\n', *(f"{n},0,d,1,\n" for n in range(3, 9)), end]
+    text = CsvText(io.BytesIO("".join(lines).encode()), "a.csv", ",", TABLE)
+    rows = list(text)
+    assert [row.line for row in rows] == [2, 4, *range(5, 11 + bool(end))]
+    assert [bool(row.fault) for row in rows] == [False, True, *[False] * (len(rows) - 2)]
+    assert [row.cells[0] for row in rows[2:8]] == [str(n) for n in range(3, 9)]
 
 
 def test_a_history_of_csv_begins_again_at_any_row(tmp_path, monkeypatch):
