@@ -340,7 +340,7 @@ def test_in_a_browser_the_head_says_how_the_model_compares_and_how_far_it_is_beh
         page.close()
 
 
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 800), (390, 844)])
 def test_in_a_browser_nothing_is_small_clipped_or_overlapped(browser, numbers, served, eventually, width, height):
     numbers.publish(1)
     partition = PartitionReport(start=0, end=9, finished=3, passed=0, gaps=0, removed=0, pending=6, trained_through=2)
