@@ -143,6 +143,20 @@ def test_a_learner_that_is_killed_counts_no_answer_twice_and_none_never(kafka, s
     assert learner.stop() == 0
 
 
+def test_events_of_a_history_wait_for_no_answer_and_answers_wait_for_its_end(kafka, served, answers, produce, start):
+    events, labels, write = served
+    produce(kafka.bootstrap, events, list(map(event, range(40))), partition=0)
+    answers.write(events, range(40))
+    config = write(stream='[stream.backfill]\nfiles = ["a.jsonl"]\nuntil = "2000-01-01T00:00:00Z"')
+    rows = [json.dumps(event(number)) for number in range(1000, 1300)]
+    config.with_name("a.jsonl").write_text("\n".join(rows))
+    learner = start(config)
+    learner.wait_for(lambda each: each.labels is not None and each.labels.waiting == 340 and each.live.waiting == 40)
+    produce(kafka.bootstrap, labels, list(map(label, range(40))), timestamp_ms=int(time.time() * 1000) + 60_000)
+    report = learner.wait_for(lambda each: each.live.waiting == 0 and answered(each) == 40)
+    assert counts(report) == {"matched": 40}
+
+
 def test_an_answer_that_comes_after_its_label_is_not_measured_and_a_sentence_says_so(
     kafka, served, answers, produce, start
 ):

@@ -63,7 +63,8 @@ class ServedAnswers(Extension):
         self._waiting, self._decided = list[dict[str, Array]](), list[dict[str, Array]]()
         self._due = 0.0
         self._ledger = Ledger()
-        self._bases = np.empty(0, np.uint64)
+        self._bases, self._of_topic = np.empty(0, np.uint64), np.empty(0, np.bool_)
+        """By the index of the partition; what is not of a topic is of a file, whose events are not answered."""
         self._unreadable = 0
         """Messages of the processes before."""
 
@@ -106,7 +107,7 @@ class ServedAnswers(Extension):
         return {
             "positions": sorted(self._reader.positions.items()),
             "counts": self._counts,
-            "part": self._join.part,
+            "parts": [self._join.part, self._join.least_part],
         }
 
     @override
@@ -115,7 +116,7 @@ class ServedAnswers(Extension):
         counts = dict(state["counts"])
         self._unreadable = counts.pop("unreadable")
         self._join.counts.update(counts)
-        self._join.part = state["part"]
+        self._join.part, self._join.least_part = state["parts"]
 
     @override
     def erase(self, covers: Covers) -> int:
@@ -174,11 +175,14 @@ class ServedAnswers(Extension):
             return
         if len(self._bases) < len(ledger.partitions):
             self._bases = np.array([partition_base(each.name) for each in ledger.partitions], np.uint64)
-        for columns in _joined(self._waiting):
+            self._of_topic = np.array([not each.name.history for each in ledger.partitions])
+        for columns in self._joined(self._waiting):
             join.add_events(columns, self._bases[columns["partition"]])
-        answers, read_until = self._reader.take()
-        self._add_answers(answers)
-        for columns in _joined(self._decided):
+        read_until = float("-inf")
+        if self._of_topic.any():  # else answers wait for the end of the history
+            answers, read_until = self._reader.take()
+            self._add_answers(answers)
+        for columns in self._joined(self._decided):
             labelled = columns["labelled"].astype(np.bool_)
             join.decide(columns, self._bases[columns["partition"]], labelled, time.monotonic())
         self._waiting, self._decided = [], []
@@ -187,6 +191,14 @@ class ServedAnswers(Extension):
             first_open[index] = min(first_open[index], offset)
         join.settle(first_open, read_until)
         self._outcomes = join.outcomes
+
+    def _joined(self, parts: list[dict[str, Array]]) -> list[dict[str, Array]]:
+        """Return the columns of several parts as one, of events of topics alone; none where there is no part."""
+        if not parts:
+            return []
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        of_topic = self._of_topic[columns["partition"]]
+        return [columns if of_topic.all() else {name: column[of_topic] for name, column in columns.items()}]
 
     def _add_answers(self, parts: list[ReadAnswers]) -> None:
         indexes = latest_incarnations(each.name for each in self._ledger.partitions)
@@ -213,7 +225,7 @@ class ServedAnswers(Extension):
         self._estimates.renew(lambda window, measure: self._measure(_of_window(rows, window), measure))
 
     def _measure(self, rows: Rows, measure: Measure) -> Estimate | None:
-        if not len(rows) or (measure.grouped and self._join.part < PARTS):  # groups lack events
+        if not len(rows) or (measure.grouped and self._join.least_part < PARTS):  # groups lack events
             return None
         return measure.estimate(self._outcomes_of(rows, "output"))
 
@@ -224,11 +236,6 @@ class ServedAnswers(Extension):
             output, label = (torch.from_numpy(np.ascontiguousarray(rows[name])) for name in (field, "label"))
             predicted = predicted_by(kind, output, label).numpy()
         return self._measures.outcomes(predicted, {"label": rows["label"], "group_hash": rows["group_hash"]})
-
-
-def _joined(parts: list[dict[str, Array]]) -> list[dict[str, Array]]:
-    """Return the columns of several parts as one; none where there is no part."""
-    return [{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}] if parts else []
 
 
 def _windows(rows: Rows) -> list[str]:

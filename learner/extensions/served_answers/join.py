@@ -64,6 +64,10 @@ class AnswerJoin:
         """Answers by what became of them, and events without one; over the life of the pipeline."""
         self.part = PARTS
         """Events of which half of the hash is below it are joined: of `PARTS` all."""
+        self.least_part = PARTS
+        """The smallest that it ever was: of less than `PARTS`, groups lack events."""
+        self._added = 0
+        """Rows since the part changed."""
 
     def add_events(self, columns: Mapping[str, Array], base: NDArray[np.uint64]) -> None:
         """Add n events that begin to wait for a label; `base`: of the partition of each."""
@@ -114,9 +118,15 @@ class AnswerJoin:
             self._keep([self.outcomes, new[np.argsort(new["labelled_ms"], kind="stable")]])
         if (gone := joined | unanswered | ended).any():
             self.rows = rows[~gone]
+        part = self.part
         while len(self.rows) > self._most:
             self.part //= 2  # until too few are left, or none: identities differ
             self.rows = self.rows[self._is_of_part(self.rows)]
+        # So many came and left again that twice the part has space.
+        if part < PARTS and self._added > self._most // 2 and len(self.rows) <= self._most // 4:
+            self.part *= 2
+        if self.part != part:
+            self.least_part, self._added = min(self.least_part, self.part), 0
 
     def erase(self, covers: Covers) -> None:
         """Remove the events that an erasure covers, with their answers."""
@@ -169,6 +179,7 @@ class AnswerJoin:
         for name in fields:
             self.rows[name][at[is_there]] = new[name][is_there]
         if not is_there.all():
+            self._added += len(new) - int(np.count_nonzero(is_there))
             rows = np.concatenate([self.rows, new[~is_there]])
             self.rows = rows[np.argsort(rows["key"], kind="stable")]
 

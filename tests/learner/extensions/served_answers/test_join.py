@@ -10,7 +10,7 @@ from anabranch.ingest.events.schema import Schema
 from anabranch.ingest.kafka.client import Messages
 from anabranch.ingest.settings.stream import SchemaSettings
 from anabranch.learner.extensions.served_answers import join as join_module
-from anabranch.learner.extensions.served_answers.join import AnswerJoin
+from anabranch.learner.extensions.served_answers.join import PARTS, AnswerJoin
 from anabranch.learner.extensions.served_answers.topic import AnswerDecoder
 
 BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -106,6 +106,24 @@ def test_where_memory_is_short_identities_decide_which_events_are_left_out(monke
     rows = bench.join.outcomes
     assert 400 < len(rows) <= 1000
     assert 0.4 < (rows["label"] == 1).mean() < 0.6
+    for begin in range(8000, 40_000, 100):  # a burst does not leave events out permanently
+        for each in (bench.events, bench.answers, bench.labels):
+            each(range(begin, begin + 100))
+        bench.settle()
+    assert (bench.join.part, bench.join.least_part < PARTS) == (PARTS, True)
+
+
+def test_what_is_left_out_stays_while_as_many_events_wait(monkeypatch):
+    monkeypatch.setattr(join_module, "_ROWS", 1000)
+    bench, parts = Bench(), set()
+    for begin in range(0, 60_000, 100):  # 4,000 wait at each time
+        bench.events(range(begin, begin + 100))
+        bench.answers(range(begin, begin + 100))
+        bench.labels(range(max(0, begin - 4000), max(0, begin - 3900)))
+        bench.settle()
+        if begin > 4000:
+            parts.add(bench.join.part)
+    assert len(parts) == 1
 
 
 def test_the_newest_outcomes_of_the_newest_versions_stay(monkeypatch):
