@@ -22,7 +22,7 @@ class TrackSettings(Section):
     every: PositiveDuration = timedelta(seconds=10)
     """Between two points of a curve; there is none without a new step."""
     project: str = ""
-    """The project of the runs, in MLflow their experiment; by default the name of the pipeline."""
+    """The project of the runs, in MLflow their experiment, in "tensorboard" none; by default the pipeline's name."""
     url: str = ""
     """The server, such as "http://mlflow:5000"; required by "mlflow". By default "wandb" takes its cloud, and "trackio"
     the folder. Credentials come from the tracker's own variables."""
@@ -49,7 +49,7 @@ class TrackSettings(Section):
             raise ValueError('source: write "{number}" where the number of the version belongs')
         if self.kind == "mlflow" and not self.url:
             raise ValueError('url: kind = "mlflow" needs the address of its server, such as "http://mlflow:5000"')
-        others = {"tensorboard": {"url"}, "mlflow": {"folder"}}.get(self.kind, set())
+        others = {"tensorboard": {"project", "url"}, "mlflow": {"folder"}}.get(self.kind, set())
         if self.kind != "mlflow":
             others = others | {"registered_model", "alias", "source"}
         if surplus := sorted(others & self.model_fields_set):
