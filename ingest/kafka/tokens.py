@@ -106,7 +106,7 @@ class TokenSource:
             problem = f"{self._name} returns {exc}"
         except AnabranchError as exc:
             problem = f"{self._name}: {exc}"
-        except (Exception, SystemExit) as exc:  # noqa: BLE001 the user's own code may raise anything
+        except BaseException as exc:  # noqa: BLE001 the user's own code may raise anything, and a panic of Rust is no Exception
             problem = f"{self._name} fails: {in_one_line(exc)}"
         with self._changed:
             self._calls.discard(call)

@@ -150,7 +150,7 @@ def test_an_answer_that_is_no_token_is_named_and_not_shown(source, caplog, answe
     assert "c2Vjc" not in str(caught.value) + caplog.text
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), ValueError("a\nb"), RecursionError()])
+@pytest.mark.parametrize("error", [SystemExit(3), BaseException(), ValueError("a\nb"), RecursionError()])
 def test_whatever_a_function_raises_is_one_sentence(source, error):
     def function(_):
         raise error
