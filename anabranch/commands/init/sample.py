@@ -279,8 +279,8 @@ def _joined(columns: list[_Column]) -> Iterator[_Column]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON would have it; None where it is missing."""
-    if isinstance(value, float) and math.isnan(value):
+    """Return a value as JSON would have it; None where it is missing, or no finite number."""
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 from datetime import UTC, datetime, timedelta
 
@@ -194,6 +195,11 @@ class TestColumns:
     def test_a_number_that_is_the_same_so_far_is_a_feature(self):
         field = self.described([0.42] * 30)
         assert (field.dtype, field.scale, field.comment) == ("float32", "standard", "0.42 in each row so far")
+
+    def test_a_number_that_is_not_finite_is_missing(self):
+        field = self.described([math.inf, -math.inf, math.nan, *(n / 7 for n in range(30))])
+        assert field.missing == "indicator"
+        assert field.comment == "numbers from 0 to 4.143, half of them up to 2.071, and 3 rows have none"
 
     def test_numbers_with_a_heavy_tail_are_scaled_by_rank(self):
         assert self.described([n % 5 for n in range(400)] + [1e9]).scale == "quantile"
