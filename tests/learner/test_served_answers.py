@@ -203,4 +203,4 @@ def test_versions_that_answer_worse_than_the_one_before_are_withdrawn(kafka, ser
     verdict = Versions(learner.state_dir / "versions").verdict(WRONG)
     assert verdict is not None
     assert verdict.verdict == "fail"
-    assert f"from {WRONG} on have answered is worse than what version {RIGHT} has, by log_loss" in verdict.reasons[0]
+    assert f"after {RIGHT} have answered is worse than what those before have, by log_loss" in verdict.reasons[0]

@@ -33,7 +33,7 @@ _EVERY_SECONDS = 0.5
 _SHARE = 50
 """Estimates take at most 1 / `_SHARE` of a processor, in the reader's thread."""
 _ALL = "all"
-_MOST_ALL = 5000
+_MOST_ALL, _REPORTED = 5000, 8
 _KEPT = ("partition", "offset", "row", "key_hash", "group_hash")
 _HELD_OUT, _NONE = np.uint8(Outcome.HELD_OUT), np.uint8(SkipReason.NONE)
 
@@ -239,8 +239,8 @@ class ServedAnswers(Extension):
 
 
 def _windows(rows: Rows) -> list[str]:
-    """Return `all`, and the versions of which there are outcomes."""
-    return [_ALL, *map(str, np.unique(rows["version"]).tolist())] if len(rows) else []
+    """Return `all`, and the newest versions of which there are outcomes."""
+    return [_ALL, *map(str, np.unique(rows["version"])[-_REPORTED:].tolist())] if len(rows) else []
 
 
 def _of_window(rows: Rows, window: str) -> NDArray[np.void]:

@@ -23,8 +23,8 @@ from anabranch.learner.checkpoints.part_formats import Covers
 
 _ROWS, _BYTES = 100_000, 64_000_000
 _OF_VERSION, _OUTCOMES = 5000, 40_000
-_VERSIONS = 8
-"""The newest versions of which outcomes are kept."""
+_VERSIONS = 64
+"""The newest versions of which outcomes are kept: of one version a second few events have labels."""
 NONE = -1
 """The version of an event without an answer, and when an event without a label was decided."""
 PARTS = 1 << 32

@@ -1,8 +1,9 @@
 """Watches what versions answer by the labels that come later, and withdraws those that are worse than the one before.
 
 No two versions answer the same events, and a stream may become harder. So each is compared with what the learner itself
-predicted of the same events when they came, and then with how another version compared with that: the difference of
-two differences, each of the same events.
+predicted of the same events when they came, and then with how others compared with that: the difference of two
+differences, each of the same events. Versions may have few labels each, so that those up to a good one are compared
+together with those after it.
 """
 
 import math
@@ -35,7 +36,8 @@ class ServedWatch(Extension):
         """`rows` returns what was served, and its labels, as known now."""
         self._gate, self._outcomes, self._rows = gate, outcomes, rows
         self.good: int | None = None
-        """The version that later ones are compared with; a process that starts takes the oldest with enough labels."""
+        """Later versions are compared with those up to this one; a process that starts takes the first that have enough
+        labels."""
         self._next_at = 0
         """With how many labels of later versions they are compared next."""
 
@@ -52,13 +54,13 @@ class ServedWatch(Extension):
         measures = self._gate.choice.now
         rows = rows[np.isfinite(rows["own"]).all(axis=1)]
         versions = [each for each in np.unique(rows["version"]).tolist() if not self._gate.has_failed(each)]
+        rows = rows[np.isin(rows["version"], versions)]
         if self.good not in versions:
-            enough = (each for each in versions if self._weight(rows[rows["version"] == each]) >= 1)
+            enough = (each for each in versions if self._weight(rows[rows["version"] <= each]) >= 1)
             self.good, self._next_at = next(enough, None), 0
         if self.good is None or not measures:
             return
-        good, later = rows[rows["version"] == self.good], [each for each in versions if each > self.good]
-        new = rows[np.isin(rows["version"], later)]
+        good, new = rows[rows["version"] <= self.good], rows[rows["version"] > self.good]
         weight = self._weight(new)
         if weight < 1 or len(new) < self._next_at:
             return
@@ -72,7 +74,7 @@ class ServedWatch(Extension):
             drop, error = found.drop - before.drop, math.hypot(found.error, before.error)
             if drop > limit and drop > _Z * error:
                 reason = (
-                    f"what versions from {later[0]} on have answered is worse than what version {self.good} has, by "
+                    f"what versions after {self.good} have answered is worse than what those before have, by "
                     f"{measure.name}: {drop:.4f} further from the learner's own predictions of the same events, of "
                     f"{limit:g} that are allowed, on {len(new)} labels"
                 )
@@ -81,7 +83,7 @@ class ServedWatch(Extension):
                 )
                 return
         if weight >= _ENOUGH:
-            self.good, self._next_at = later[-1], 0
+            self.good, self._next_at = versions[-1], 0
 
     def _weight(self, rows: Rows) -> float:
         """Return how many times rows have the labels that a comparison needs."""

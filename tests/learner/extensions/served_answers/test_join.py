@@ -128,6 +128,7 @@ def test_what_is_left_out_stays_while_as_many_events_wait(monkeypatch):
 
 def test_the_newest_outcomes_of_the_newest_versions_stay(monkeypatch):
     monkeypatch.setattr(join_module, "_OF_VERSION", 3)
+    monkeypatch.setattr(join_module, "_VERSIONS", 8)
     bench = Bench()
     for version in range(12):
         offsets = np.arange(version * 10, version * 10 + 5)

@@ -49,11 +49,25 @@ def test_a_version_that_answers_worse_is_withdrawn_and_the_one_before_serves_aga
     assert watching.watched.good == 1
     watching.serve(2, 1000, noise=1.0)
     assert (watching.verdict(1), watching.verdict(2)) == ("inconclusive", "fail")
-    assert "what versions from 2 on have answered is worse than what version 1 has, by log_loss" in watching.reasons(2)
+    assert "what versions after 1 have answered is worse than what those before have, by log_loss" in watching.reasons(
+        2
+    )
     assert watching.gate.withdrawn == 1
     assert watching.gate._served.number == 1
     watching.serve(2, 1000, noise=1.0)  # labels of its answers continue to come
     assert watching.gate.withdrawn == 1
+
+
+def test_many_versions_with_few_labels_each_are_compared_together(watching):
+    for _ in range(10):
+        watching.publish(GOOD)
+    for version in range(1, 7):
+        watching.serve(version, 50)
+    assert watching.watched.good == 4
+    for version in range(7, 13):
+        watching.serve(version, 50, noise=3.0)
+    assert [watching.verdict(number) for number in (2, 3, 4, 5, 12)] == ["pass", "pass", "pass", "fail", "fail"]
+    assert watching.gate._served.number == 4
 
 
 def test_a_stream_that_becomes_harder_withdraws_nothing(watching):
@@ -64,9 +78,11 @@ def test_a_stream_that_becomes_harder_withdraws_nothing(watching):
 
 def test_few_labels_decide_nothing_and_versions_as_good_are_never_withdrawn(watching):
     watching.serve(1, 199)
-    watching.serve(2, 199, noise=5.0)
     assert watching.watched.good is None
-    watching.rows = watching.rows[:0]
+    watching.serve(1, 1)
+    watching.serve(2, 199, noise=5.0)
+    assert (watching.watched.good, watching.gate.withdrawn) == (1, 0)
+    watching.rows, watching.watched.good = watching.rows[:0], None
     for seed in range(100):
         watching.serve(1, 1000, seed=seed)
         watching.serve(2, 1000, seed=seed)
