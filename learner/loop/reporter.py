@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from anabranch.ingest.transport.protocol import HistoryProgress
 from anabranch.learner.evaluate.baselines import CONSTANT
 from anabranch.learner.evaluate.holdout import HeldOutShare
+from anabranch.learner.evaluate.measures import Estimate, Measure
 from anabranch.learner.evaluate.outcomes import Estimates, class_counts
 from anabranch.learner.extension import overriding
 from anabranch.learner.loop.loop_state import LoopComponents, LoopMetrics
@@ -52,6 +53,8 @@ _MOST_CLASSES = 64
 """Classes of the newest events that are reported."""
 _WINDOWS = ("worst", "worst_group", "old")
 """The windows of an evaluation that are reported."""
+_HELD_OUT = "held_out"
+"""The window of measures of all held-out events, among which rare classes have more than their share."""
 _BACKFILL_SECONDS = 30.0
 """Over which the rate of the history is measured."""
 
@@ -107,8 +110,7 @@ class Reporter:
         self._features = None if learned is None else FeatureWatch(learned, loop.ledger)
         known = parts.publisher.gate.scorer.measures
         windows = ("now", "faded") if known.kind == "two-classes" else ("now",)
-        self._estimates = Estimates(windows, known.each.values())
-        """Of new events."""
+        self._estimates = Estimates((*windows, _HELD_OUT), known.each.values())
         hold_out = parts.source.hold_out
         self._held_out = None if hold_out is None else HeldOutShare(hold_out.fraction)
         self._marks: deque[dict[str, float]] = deque(maxlen=_RATE_MARKS)
@@ -312,16 +314,21 @@ class Reporter:
         return found
 
     def _measures(self) -> dict[str, MeasureReport]:
-        """Renew the measures of the stream, and return them with those of the newest version."""
-        self._estimates.renew(self._loop.monitor.outcomes.estimate)
-        found = {**self._estimates.now, **self._parts.publisher.scoring.estimates.now}
+        """Renew the measures of the stream and of the newest version in turn, and return them."""
+        self._estimates.renew(self._estimate)
         reports, known = dict[str, MeasureReport](), self._parts.publisher.gate.scorer.measures.each
-        for (name, window), each in sorted(found.items()):
+        for (name, window), each in sorted(self._estimates.now.items()):
             report = reports.setdefault(name, MeasureReport({}, {}, {}, {}, known[name].higher))
             report.value[window], report.lower[window], report.upper[window] = each.value, each.low, each.high
             if math.isfinite(each.constant):
                 report.constant[window] = each.constant
         return reports
+
+    def _estimate(self, window: str, measure: Measure) -> Estimate | None:
+        if window != _HELD_OUT:
+            return self._loop.monitor.outcomes.estimate(window, measure)
+        held_out = self._parts.publisher.scoring.outcomes
+        return None if held_out is None else measure.estimate(held_out)
 
     def _classes(self) -> dict[str, ClassReport]:
         """Return what the model has answered of each class, of the newest events before training on them."""

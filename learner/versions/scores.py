@@ -15,16 +15,13 @@ from anabranch.ingest.events.block import Array
 from anabranch.learner.evaluate.adwin import winsorized
 from anabranch.learner.evaluate.forgetting import ForgettingState, retention_of
 from anabranch.learner.evaluate.holdout import HoldoutRows
-from anabranch.learner.evaluate.outcomes import Estimates
+from anabranch.learner.evaluate.measures import Outcomes
 from anabranch.learner.evaluate.scoring import Evaluation, EventScores, Scorer, Scores, evaluation_of, newcomers
 from anabranch.learner.model.answer_rule import AnswerRule
 from anabranch.learner.versions.verdict import Marks
 
 _SHARE = 4
 """Scoring uses at most 1 / `_SHARE` of a core or CUDA device; versions due meanwhile are skipped."""
-
-HELD_OUT = "held_out"
-"""The window of measures of all held-out events, among which rare classes have more than their share."""
 
 Hashes = NDArray[np.uint64]
 """Hashes of the identities of events."""
@@ -93,8 +90,8 @@ class VersionScoring:
         """Evaluation of the newest version, whatever its verdict."""
         self.retention = ForgettingState()
         """Best scores of earlier versions, and scores of versions on events that came after them."""
-        self.estimates = Estimates([HELD_OUT], scorer.measures.each.values())
-        """The measures of the newest version, with intervals, of which one is renewed after the other."""
+        self.outcomes: Outcomes | None = None
+        """Of the newest version on the holdout set, for the intervals of its measures; replaced, not changed."""
 
     @property
     def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
@@ -134,7 +131,7 @@ class VersionScoring:
         constant = {name: measures.each[name].constant(outcomes) for name in known}
         constant = {**self.evaluation.constant, **constant}
         self.evaluation = replace(self.evaluation, measures=known, constant=constant)
-        self.estimates.renew(lambda _, measure: measure.estimate(outcomes))
+        self.outcomes = outcomes
 
     def _score_near_future(self, holdout: HoldoutRows) -> None:
         """Score the previous version on held-out events that came after it."""

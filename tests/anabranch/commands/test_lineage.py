@@ -94,7 +94,7 @@ def test_a_statement_says_where_a_version_comes_from(config, publish):
     assert {"uri": "pkg:pypi/torch@2.9.0"} in dependencies
     assert predicate["runDetails"]["metadata"]["finishedOn"] == "2023-11-14T22:13:25Z"
     own = predicate["anabranchLineage"]
-    assert own["gate"] == {"verdict": "pass", "reasons": [], "numbers": {"drop_new": 0.25}}
+    assert own["gate"] == {"verdict": "pass", "reasons": [], "numbers": {"drop_new": 0.25}, "slices": {}}
     assert own["erasures"] == {"records_applied": 0, "records_since": 0}
     assert [(each["version"], each["sha256"]) for each in own["parents"]] == [
         (5, manifest.files["model.safetensors"]),
