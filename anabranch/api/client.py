@@ -92,7 +92,7 @@ class Client:
             ca: file of certificates that are trusted for `https`, in place of the system's.
 
         Raises:
-            SettingsError: it is no URL of a server, or the certificates cannot be read.
+            SettingsError: it is no URL of a server, no token, or the certificates cannot be read.
         """
         try:
             parts = urlsplit(url)
@@ -101,6 +101,8 @@ class Client:
             host = port = None
         if not host or parts.scheme not in ("http", "https"):
             raise SettingsError(f"Client: url = {url!r} is no address of a server, such as http://127.0.0.1:8000")
+        if not (token.isascii() and token.isprintable()):
+            raise SettingsError("Client: token has a line break or another character that no token has")
         if not timeout > 0:
             raise SettingsError(f"Client: timeout = {timeout!r} has to be more than 0 seconds")
         self._base, _, named = parts.path.rstrip("/").partition(_MODELS)
@@ -241,7 +243,7 @@ class Client:
                 if self._deadline.expired:  # an answer without a length ends where the connection does
                     raise TimeoutError
                 return answer
-        except (OSError, http.client.HTTPException) as exc:
+        except (OSError, http.client.HTTPException, UnicodeError) as exc:  # the last of a host that is no name
             connection.close()
             if self._deadline.expired or isinstance(exc, TimeoutError):
                 raise DependencyError(f"{self._url} has not answered within {self._timeout:g} s") from exc

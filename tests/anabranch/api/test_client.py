@@ -183,8 +183,9 @@ def test_a_server_that_is_slow_or_away_does_not_block():
         with pytest.raises(DependencyError, match=r"has not answered within 0.3 s"):
             client.predict(X)
         gone.set()
-    with pytest.raises(DependencyError, match="cannot be reached"):
-        predict(url)
+    for away in (url, "http://a..b:8000"):
+        with pytest.raises(DependencyError, match="cannot be reached"):
+            predict(away)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +232,13 @@ def test_data_that_the_model_does_not_take_is_not_sent(data, sentence):
         predict(url, data)
     assert str(error.value) == sentence
     assert asked == []
+
+
+@pytest.mark.parametrize("token", ["secret\n", "sécret"])
+def test_a_token_that_is_none_is_said_at_once_and_not_shown(token):
+    with pytest.raises(SettingsError, match="Client: token has a line break or another character") as error:
+        anabranch.Client("http://127.0.0.1:8000", token)
+    assert "cret" not in str(error.value)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://", "http://a:b", "http://[a"])
