@@ -351,6 +351,7 @@ def _on_a_file(spec: PipelineSettings, *, late: bool) -> PipelineSettings:
         ),
         checkpoints=spec.checkpoints.model_copy(update={"every": _NEVER}),
         device_sharing=spec.device_sharing.model_copy(update={"policy": "exclusive"}),
+        gate=spec.gate.model_copy(update={"live": False}),
         serving=spec.serving.model_copy(update={"canary": 0.0}),
         storage=None,
         tracing=None,

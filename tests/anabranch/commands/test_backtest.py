@@ -607,6 +607,18 @@ def test_a_backtest_that_fails_leaves_the_files_as_they_were(run, file):
 
 
 @pytest.mark.slow
+def test_a_backtest_with_late_labels_reads_no_answers_of_servers(late, monkeypatch):
+    """Those are of other events, and a topic of Kafka, which may have the verdict on the versions of the backtest."""
+    monkeypatch.setattr("anabranch.learner.assembly.ServedAnswers", None)
+    file = late(60.0)
+    path = file.with_name("pipeline.toml")
+    path.write_text(f'{path.read_text()}\n[serving.stream]\ntopics = ["events"]\noutput = "answers"\n')
+    spec = load_config(path, {}).pipeline
+    assert spec.measured_answers is not None
+    assert run_backtest(spec, EventsOfFile(file), label_time="known").events
+
+
+@pytest.mark.slow
 def test_a_backtest_sends_no_curves_and_registers_no_version(table, monkeypatch):
     monkeypatch.setattr("anabranch.learner.assembly.open_track", None)
     tracked = table(FLOATS, LINEAR, vector, '[track]\nkind = "mlflow"\nurl = "http://127.0.0.1:9"\n')
