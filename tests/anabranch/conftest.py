@@ -15,6 +15,17 @@ from tests import forkserver
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
+@pytest.fixture(autouse=True)
+def _own_modules(tmp_path_factory):
+    """What a test imports from its folders is not what the next one finds by the same name."""
+    path, folder = sys.path[:], str(tmp_path_factory.getbasetemp())
+    yield
+    sys.path[:] = path
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def until():
     """Returns the first true value of a callable: `until(condition, "what is awaited")`."""
