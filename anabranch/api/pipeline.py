@@ -34,7 +34,7 @@ class Pipeline:
 
     Example:
         >>> with Pipeline.from_toml("mine/pipeline.toml") as pipeline:  # learner and serving run in the block
-        ...     pipeline.status()["learner"]["condition"]
+        ...     pipeline.status()["learner"].get("condition")
         'running'
     """
 
