@@ -271,9 +271,6 @@ def _measure(results: Results, key: str, model: dict[str, Any], sizes: Sizes, bo
             free.append(core.free())
             shared.append(core.shared())
         late, late_alone = core.late(alone=False), core.late(alone=True)
-    with on_one_core(bootstrap, sizes, "exclusive", model) as other:
-        other.rate = core.rate
-        off = [other.shared() for _ in range(sizes.rounds_off)]
     p99_alone = [answers.percentile(99) for answers in alone]
     results.add(f"{key}p99_training_over_alone", ratio([answers.percentile(99) for answers, _ in shared], p99_alone))
     results.add(
@@ -282,6 +279,9 @@ def _measure(results: Results, key: str, model: dict[str, Any], sizes: Sizes, bo
     micro_batch = 1000 / statistics.median(free)
     results.add(f"{key}yield_p99_seconds", late, f"a micro-batch takes {micro_batch:.0f} ms")
     results.add(f"{key}yield_p99_alone_seconds", late_alone)
+    with on_one_core(bootstrap, sizes, "exclusive", model) as other:
+        other.rate = core.rate
+        off = [other.shared() for _ in range(sizes.rounds_off)]
     results.add(
         f"{key}p99_training_over_alone_off",
         _over([a.percentile(99) for a, _ in off], p99_alone),

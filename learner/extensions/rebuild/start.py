@@ -160,6 +160,7 @@ def in_scratch(deployment: PipelineSettings, scratch: Path) -> PipelineSettings:
         state_dir=scratch,
         storage=None,
         serving=deployment.serving.model_copy(update={"canary": 0.0}),
+        gate=deployment.gate.model_copy(update={"live": False}),  # what servers have answered is of other versions
         tracing=None,
         track=None,
     )

@@ -85,10 +85,10 @@ def spec_in(folder, **changes):
     return learner_spec(folder, events, ModelSettings(factory="m:build"), **changes)
 
 
-def test_a_rebuild_traces_and_tracks_nothing(tmp_path):
+def test_a_rebuild_traces_and_tracks_nothing_and_reads_no_answers(tmp_path):
     more = {"tracing": TracingSettings(), "track": TrackSettings(kind="tensorboard")}
     spec = in_scratch(spec_in(tmp_path, **more), tmp_path / "scratch")
-    assert (spec.tracing, spec.track) == (None, None)
+    assert (spec.tracing, spec.track, spec.gate.live) == (None, None, False)
 
 
 def test_another_device_is_named(tmp_path):
